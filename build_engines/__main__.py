@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m build_engines`: build rerankers, install them as versions, and serve them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from build_engines.build import BuildRequest, build
+from build_engines.configs import pinned_version, write_configs
+from build_engines.demo import run_demo
+from build_engines.errors import BuildError
+from build_engines.install import installed_versions, pin, read_manifest
+from build_engines.pairs import SAMPLE
+from build_engines.places import REPOSITORY
+from build_engines.serve import add_serve_arguments, serve
+from build_engines.table import DEFAULT_TABLE, find_reranker, read_table
+
+_EXAMPLES = """examples:
+  python -m build_engines build light_reranker                  the embedded model, ready to serve in a minute
+  python -m build_engines build bge_reranker --checkpoint DIR   a BGE checkpoint from a folder
+  python -m build_engines build bge_reranker --pairs LOG.jsonl  verified on your own queries
+  python -m build_engines serve                                 every reranker that is built, on 127.0.0.1
+  python -m build_engines list                                  what is built, and which version serves
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return 0, or 1 after a BuildError whose message is printed."""
+    arguments = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    console = Console(highlight=False, soft_wrap=True)
+    try:
+        status: int = arguments.run(arguments, console)
+    except BuildError as error:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(
+            f"[bold red]refused[/bold red] {escape(str(error))}"
+        )
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m build_engines",
+        description=__doc__,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser("build", help="checkpoint -> graph -> INT8 -> verified -> installed version")
+    command.add_argument("name", help="a row of the table of rerankers")
+    command.add_argument("--target", choices=["cpu", "onnx"], default="cpu", help="onnx stops at the FP32 graph")
+    command.add_argument(
+        "--checkpoint", help="use this folder or hub id instead of the row's (hub ids need --revision)"
+    )
+    command.add_argument("--revision", help="commit of a hub checkpoint, 40 hexadecimal digits")
+    command.add_argument("--precision", choices=["auto", "int8", "fp32"], help="instead of the row's")
+    command.add_argument(
+        "--pairs", type=Path, default=SAMPLE, help="JSONL of query, documents(, relevance) to verify on"
+    )
+    command.add_argument("--build-folder", type=Path, default=Path("build"), help="intermediate files (default: build)")
+    _add_places(command)
+    command.set_defaults(run=_build)
+
+    command = commands.add_parser("serve", help="run tritonserver on what is built")
+    add_serve_arguments(command)
+    _add_places(command)
+    command.set_defaults(run=serve)
+
+    command = commands.add_parser("list", help="show rerankers and their installed versions")
+    _add_places(command)
+    command.set_defaults(run=_list)
+
+    command = commands.add_parser("pin", help="choose the installed version that a reranker serves")
+    command.add_argument("name")
+    command.add_argument("version", type=int)
+    _add_places(command)
+    command.set_defaults(run=_pin)
+
+    command = commands.add_parser("configs", help="write the config.pbtxt files from the table")
+    _add_places(command)
+    command.set_defaults(run=_configs)
+
+    command = commands.add_parser("demo", help="serve light_reranker and rank a small sample")
+    _add_places(command)
+    command.set_defaults(run=run_demo)
+    return parser
+
+
+def _add_places(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--repository", type=Path, default=REPOSITORY, help="model repository (default: the checkout's)"
+    )
+    command.add_argument(
+        "--table", type=Path, default=DEFAULT_TABLE, help="table of rerankers (default: rerankers.toml)"
+    )
+
+
+def _build(arguments: argparse.Namespace, console: Console) -> int:
+    reranker = find_reranker(arguments.name, arguments.table)
+    if arguments.checkpoint:
+        # The row's hashes and revision belong to the row's checkpoint.
+        reranker = dataclasses.replace(
+            reranker, checkpoint=arguments.checkpoint, revision=arguments.revision or "", sha256={}
+        )
+    if arguments.precision:
+        reranker = dataclasses.replace(reranker, precision=arguments.precision)
+    request = BuildRequest(reranker, arguments.target, arguments.repository, arguments.build_folder, arguments.pairs)
+    build(request, console)
+    return 0
+
+
+def _list(arguments: argparse.Namespace, console: Console) -> int:
+    for name, reranker in read_table(arguments.table).items():
+        live = pinned_version(arguments.repository, reranker)
+        versions = installed_versions(arguments.repository, reranker)
+        console.print(f"[bold]{name}[/bold]  {reranker.about}")
+        for version in versions:
+            manifest = read_manifest(arguments.repository, reranker, version)
+            mark = "serves" if version == live else "      "
+            source = manifest["checkpoint"]["source"]
+            console.print(f"  {mark} {version}  {manifest['precision']}  {source}  {manifest['built_at']}")
+        if not versions:
+            console.print(f"  not built: python -m build_engines build {name}")
+    return 0
+
+
+def _pin(arguments: argparse.Namespace, console: Console) -> int:
+    reranker = find_reranker(arguments.name, arguments.table)
+    pin(arguments.repository, reranker, arguments.version)
+    console.print(
+        f"{arguments.name} serves version {arguments.version}; a running server sees it when it loads the model again."
+    )
+    return 0
+
+
+def _configs(arguments: argparse.Namespace, console: Console) -> int:
+    for reranker in read_table(arguments.table).values():
+        for path in write_configs(arguments.repository, reranker, pinned_version(arguments.repository, reranker)):
+            console.print(f"wrote {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

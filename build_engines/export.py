@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Step `export`: checkpoint -> `model.onnx` in FP32, opset 20, any batch and length, or a refusal."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import torch
+from torch import Tensor
+
+from build_engines.errors import ExportError
+from build_engines.families import graph_of, load_model, reference_scores
+from build_engines.fetch import Checkpoint
+from build_engines.table import Reranker
+
+# Opset 20 keeps Gelu and LayerNormalization as single operators and is read by every TensorRT since 10.0; the exporter
+# writes IR 10 with it (newer IRs are refused there).
+OPSET = 20
+IR_VERSION = 10
+# Protobuf cannot hold 2 GiB; above this the weights go to model.onnx.data.
+INLINE_BYTES = 1_500_000_000
+# The difference between two correct FP32 implementations of a 24-layer encoder stays below this.
+TOLERANCE = 1e-4
+
+
+def export(checkpoint: Checkpoint, reranker: Reranker, out: Path) -> dict[str, Any]:
+    """Write `model.onnx` into `out`; raise CheckpointError or ExportError rather than write another model."""
+    model = load_model(checkpoint, reranker)
+    parameters = sum(p.numel() for p in model.parameters())
+    path = out / "model.onnx"
+    _write(graph_of(model, reranker), reranker, path, external=4 * parameters > INLINE_BYTES)
+    _check_form(path, reranker)
+    samples = _samples(reranker, int(checkpoint.config["vocab_size"]))
+    expected = [reference_scores(model, reranker, arrays).numpy() for arrays in samples]
+    del model
+    difference = _difference(path, samples, expected)
+    if not difference <= TOLERANCE:
+        raise ExportError(
+            f"{path}: scores differ from PyTorch by {difference:.2e}, allowed is {TOLERANCE:.0e}. The exported graph "
+            "is not the model; check the versions of torch and transformers against pyproject.toml."
+        )
+    return {"parameters": parameters, "largest_difference_from_pytorch": difference}
+
+
+def _write(graph: torch.nn.Module, reranker: Reranker, path: Path, *, external: bool) -> None:
+    batch = torch.export.Dim("batch", min=1, max=reranker.max_batch_size)
+    length = torch.export.Dim("length", min=2, max=reranker.max_length)
+    names = ["input_ids", "attention_mask"] + (["token_type_ids"] if reranker.segment_ids else [])
+    ids = torch.full((2, 16), 5, dtype=torch.int64)
+    examples = [ids, torch.ones_like(ids), torch.cat([torch.zeros_like(ids[:, 8:]), torch.ones_like(ids[:, 8:])], 1)]
+    noise = io.StringIO()
+    # The exporter reports its progress to whoever watches standard output; ours is the step's own line.
+    with redirect_stdout(noise), redirect_stderr(noise), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            graph,
+            tuple(examples[: len(names)]),
+            path,
+            dynamo=True,
+            opset_version=OPSET,
+            input_names=names,
+            output_names=["SCORE"],
+            dynamic_shapes={name: {0: batch, 1: length} for name in names},
+            external_data=external,
+        )
+
+
+def _check_form(path: Path, reranker: Reranker) -> None:
+    graph = onnx.load(path, load_external_data=False)
+    onnx.checker.check_model(str(path))
+    opset = {entry.domain: entry.version for entry in graph.opset_import}.get("")
+    if (opset, graph.ir_version) != (OPSET, IR_VERSION):
+        raise ExportError(f"{path} has opset {opset}, IR {graph.ir_version}; wanted are {OPSET} and {IR_VERSION}.")
+    found = {node.name for node in graph.graph.input}
+    wanted = {"input_ids", "attention_mask"} | ({"token_type_ids"} if reranker.segment_ids else set())
+    if found != wanted:
+        raise ExportError(
+            f"{path} takes {sorted(found)}, but {reranker.name} declares {sorted(wanted)}: the model does not "
+            "use an input. Correct segment_ids in rerankers.toml."
+        )
+
+
+def _samples(reranker: Reranker, vocabulary: int) -> list[dict[str, Tensor]]:
+    """Ragged batches, right-padded: a lone pair, mixed lengths, and a long row beside a short one."""
+    rng = np.random.default_rng(0)
+    longest = min(reranker.max_length, 160)
+    return [_batch(rng, lengths, reranker, vocabulary) for lengths in ([9], [40, 7, 23, 4, 31], [longest, 5])]
+
+
+def _batch(rng: np.random.Generator, lengths: list[int], reranker: Reranker, vocabulary: int) -> dict[str, Tensor]:
+    rows = len(lengths)
+    ids = rng.integers(5, vocabulary, (rows, max(lengths)))
+    position = np.arange(max(lengths))
+    mask = (position < np.array(lengths)[:, None]).astype(np.int64)
+    arrays = {"input_ids": ids * mask, "attention_mask": mask}
+    if reranker.segment_ids:
+        starts = np.array([max(1, length // 3) for length in lengths])[:, None]
+        arrays["token_type_ids"] = (position >= starts).astype(np.int64) * mask
+    else:
+        arrays["input_ids"] = np.where(mask == 1, ids, 1)  # RoBERTa's position of a token depends on pad ids being 1
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def _difference(path: Path, samples: list[dict[str, Tensor]], expected: list[Any]) -> float:
+    session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+    found = [session.run(None, {name: t.numpy() for name, t in arrays.items()})[0] for arrays in samples]
+    if any(not np.isfinite(scores).all() for scores in found):
+        return float("nan")
+    return max(float(np.abs(a - b).max()) for a, b in zip(found, expected, strict=True))

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real queries with their candidate documents, one JSON object a line: what `verify` compares precisions on.
+
+    {"query": "...", "documents": ["...", "..."], "relevance": [1, 0]}
+
+`relevance` is optional, one grade per document; with it nDCG@10 is computed. It is the format that
+`triton-rerank batch` reads, so that a log of real requests can be used as it is.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from build_engines.errors import PairsError
+
+SAMPLE = Path(__file__).with_name("sample.jsonl")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """A query, its candidate documents in the order given, and their grades if they are known."""
+
+    query: str
+    documents: tuple[str, ...]
+    relevance: tuple[float, ...] | None = None
+
+
+def read_pairs(path: Path) -> list[Candidates]:
+    """Read a JSONL file; raise PairsError naming the line that is wrong."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PairsError(f"Cannot read pairs from {path}: {error}") from error
+    rows = [_row(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not rows:
+        raise PairsError(f"{path} holds no pairs; give one JSON object a line with query and documents.")
+    return rows
+
+
+def _row(line: str, place: str) -> Candidates:
+    try:
+        row: Any = json.loads(line)
+        query, documents, relevance = row["query"], row["documents"], row.get("relevance")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise PairsError(f'{place}: expected {{"query": "...", "documents": ["..."]}}, got {line[:80]!r}.') from error
+    texts = [query, *documents] if isinstance(documents, list) else [None]
+    if not all(isinstance(text, str) for text in texts) or not query.strip() or len(documents) < 2:
+        raise PairsError(f"{place}: query must be a text, documents at least two texts.")
+    if relevance is None:
+        return Candidates(query, tuple(documents))
+    grades = [g for g in relevance if isinstance(g, int | float) and g >= 0] if isinstance(relevance, list) else []
+    if len(grades) != len(documents):
+        raise PairsError(
+            f"{place}: relevance must hold one number of at least 0 for each of {len(documents)} documents."
+        )
+    return Candidates(query, tuple(documents), tuple(grades))

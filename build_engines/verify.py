@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Step `verify`: the candidate graph beside the FP32 one on the same real pairs -> `report.json`, or a refusal."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from build_engines.configs import TOKENS_PER_RUN
+from build_engines.errors import GateError, PairsError
+from build_engines.pairs import Candidates
+from build_engines.quality import kendall_tau, ndcg_at_10, rank_order
+from build_engines.serving_code import graph_scoring, pair_encoding
+from build_engines.table import Gates, Reranker
+
+Scores = list[NDArray[np.float32]]  # one float32[documents] per query
+
+# Correct FP32 kernels may sum in another order for another batch; more than this is a fault.
+FP32_NEIGHBOUR_TOLERANCE = 1e-4
+# Below this, INT8 is not worth its loss.
+MINIMUM_SPEEDUP = 1.1
+TIMING_ROUNDS = 5
+TIMING_PAIRS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """One comparison with its bound; `found` beyond `allowed` fails."""
+
+    name: str
+    found: float
+    allowed: float
+    at_least: bool
+
+    @property
+    def passed(self) -> bool:
+        """NaN never passes."""
+        return self.found >= self.allowed if self.at_least else self.found <= self.allowed
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.found:.4g} ({'at least' if self.at_least else 'at most'} {self.allowed:g})"
+
+
+class Verifier:
+    """Scores the same pairs with the graphs of a reranker, through the code that serves them."""
+
+    def __init__(
+        self, reranker: Reranker, pairing_folder: Path, vocabulary: int, candidates: Sequence[Candidates]
+    ) -> None:
+        self.reranker = reranker
+        self.candidates = candidates
+        limits = graph_scoring.Limits(vocabulary, reranker.max_length)
+        encoder = pair_encoding.PairEncoder.load(pairing_folder, cache_bytes=64 << 20, max_text_bytes=1 << 20)
+        self.requests = [_encode(encoder, limits, query) for query in candidates]
+
+    def open(self, graph: Path, precision: str) -> graph_scoring.GraphScorer:
+        """Open a graph the way the scorer does."""
+        tokens_per_run = 0 if precision == "int8" else TOKENS_PER_RUN
+        return graph_scoring.GraphScorer(
+            graph, threads=graph_scoring.available_threads(), tokens_per_run=tokens_per_run
+        )
+
+    def score(self, scorer: graph_scoring.GraphScorer, advance: Callable[[], None] = lambda: None) -> Scores:
+        """Score every pair, one request for each query."""
+        scores = []
+        for request in self.requests:
+            scores.append(scorer.score([request])[0][:, 0])
+            advance()
+        return scores
+
+    def largest_neighbour_effect(self, scorer: graph_scoring.GraphScorer) -> float:
+        """Return how much any of some scores changes when its pair stands alone instead of in a crowd."""
+        crowd = self.requests[: max(2, 32 // len(self.requests[0].lengths))]
+        together = np.concatenate([scores[:, 0] for scores in scorer.score(crowd)])
+        alone = [scorer.score([_single(request, row)])[0] for request in crowd for row in range(len(request.lengths))]
+        return float(np.abs(together - np.concatenate(alone)[:, 0]).max())
+
+    def speedup(self, candidate: graph_scoring.GraphScorer, reference: graph_scoring.GraphScorer) -> float:
+        """Return how many times faster `candidate` is: median of interleaved rounds on some of the pairs."""
+        sample = self.requests[: max(1, TIMING_PAIRS // len(self.requests[0].lengths))]
+        return statistics.median(
+            _seconds(reference, sample) / _seconds(candidate, sample) for _ in range(TIMING_ROUNDS)
+        )
+
+    def ndcg(self, scores: Scores) -> float | None:
+        """Return the mean nDCG@10 over the queries whose grades are known; None where there are none."""
+        known = [
+            (s, c.relevance) for s, c in zip(scores, self.candidates, strict=True) if c.relevance and any(c.relevance)
+        ]
+        return float(np.mean([ndcg_at_10(s, grades) for s, grades in known])) if known else None
+
+
+def compare(verifier: Verifier, fp32: Scores, candidate: Scores, gates: Gates) -> list[Gate]:
+    """Hold a candidate's scores against the reference's."""
+    pairs = list(zip(fp32, candidate, strict=True))
+    shift = max(float(np.abs(a - b).max()) for a, b in pairs)
+    spread = float(np.concatenate(fp32).std())
+    found = [
+        Gate("largest score shift / spread", shift / spread if spread else np.inf, gates.max_score_shift, False),
+        Gate("Kendall tau", float(np.mean([kendall_tau(a, b) for a, b in pairs])), gates.kendall_tau, True),
+    ]
+    before, after = verifier.ndcg(fp32), verifier.ndcg(candidate)
+    if before is not None and after is not None:
+        found.append(Gate("nDCG@10 drop", before - after, gates.ndcg_drop, False))
+    else:
+        same = float(np.mean([rank_order(a)[0] == rank_order(b)[0] for a, b in pairs]))
+        found.append(Gate("top-1 agreement", same, gates.top1_agreement, True))
+    return found
+
+
+def verify(
+    verifier: Verifier, fp32_graph: Path, int8_graph: Path | None, out: Path, advance: Callable[[], None]
+) -> dict[str, Any]:
+    """Choose the precision that ships and write `report.json` into `out`; raise GateError where none may."""
+    reranker = verifier.reranker
+    reference = verifier.open(fp32_graph, "fp32")
+    fp32 = verifier.score(reference, advance)
+    if not all(np.isfinite(scores).all() for scores in fp32):
+        raise GateError(f"{reranker.name}: FP32 scores are not all finite; the checkpoint is damaged.")
+    effect = verifier.largest_neighbour_effect(reference)
+    if effect > FP32_NEIGHBOUR_TOLERANCE:
+        raise GateError(f"{reranker.name}: a neighbour in the batch changes an FP32 score by {effect:.2e}.")
+    facts: dict[str, Any] = {
+        "pairs": sum(len(c.documents) for c in verifier.candidates),
+        "queries": len(verifier.candidates),
+        "fp32_ndcg_at_10": verifier.ndcg(fp32),
+        "fp32_neighbour_effect": effect,
+    }
+    chosen, reason = "fp32", "the table asks for fp32"
+    if int8_graph is not None:
+        candidate = verifier.open(int8_graph, "int8")
+        int8 = verifier.score(candidate, advance)
+        gates = compare(verifier, fp32, int8, reranker.gates)
+        speedup = verifier.speedup(candidate, reference)
+        facts |= {
+            "int8_ndcg_at_10": verifier.ndcg(int8),
+            "int8_neighbour_effect": verifier.largest_neighbour_effect(candidate),
+            "int8_mean_shift": float(np.mean([np.abs(a - b).mean() for a, b in zip(fp32, int8, strict=True)])),
+            "int8_speedup": speedup,
+            "gates": [asdict(gate) | {"passed": gate.passed} for gate in gates],
+        }
+        chosen, reason = _choose(reranker, gates, speedup, facts["int8_neighbour_effect"])
+    facts |= {"precision": chosen, "reason": reason}
+    (out / "report.json").write_text(json.dumps(facts, indent=2), encoding="utf-8")
+    return facts
+
+
+def _choose(reranker: Reranker, gates: list[Gate], speedup: float, neighbour_effect: float) -> tuple[str, str]:
+    failed = [str(gate) for gate in gates if not gate.passed]
+    if neighbour_effect > 0:
+        failed.append(f"a neighbour changes an INT8 score by {neighbour_effect:.2e}")
+    if failed and reranker.precision == "int8":
+        raise GateError(
+            f"{reranker.name}: INT8 is outside its gates: {'; '.join(failed)}. Give more pairs with --pairs if these "
+            'are few, or set precision = "auto" (FP32 then ships) in rerankers.toml.'
+        )
+    if failed:
+        return "fp32", f"INT8 is outside its gates: {'; '.join(failed)}"
+    passed = "; ".join(map(str, gates))
+    if reranker.precision == "auto" and speedup < MINIMUM_SPEEDUP:
+        return "fp32", f"INT8 passes its gates but is only {speedup:.2f} x as fast"
+    return "int8", f"{speedup:.2f} x as fast as FP32 and inside its gates: {passed}"
+
+
+def _encode(
+    encoder: pair_encoding.PairEncoder, limits: graph_scoring.Limits, query: Candidates
+) -> graph_scoring.PaddedPairs:
+    documents = [document.encode() for document in query.documents]
+    try:
+        pairs = encoder.encode([query.query.encode()] * len(documents), documents)
+    except pair_encoding.TextError as error:
+        raise PairsError(f"The query {query.query[:60]!r} cannot be scored: {error}") from error
+    arrays = {"input_ids": pairs.input_ids, "attention_mask": pairs.attention_mask}
+    if pairs.token_type_ids is not None:
+        arrays["token_type_ids"] = pairs.token_type_ids
+    return graph_scoring.PaddedPairs.check(arrays, limits)
+
+
+def _single(request: graph_scoring.PaddedPairs, row: int) -> graph_scoring.PaddedPairs:
+    arrays = {name: array[row : row + 1] for name, array in request.arrays.items()}
+    return graph_scoring.PaddedPairs(arrays, request.lengths[row : row + 1])
+
+
+def _seconds(scorer: graph_scoring.GraphScorer, requests: list[graph_scoring.PaddedPairs]) -> float:
+    started = time.perf_counter()
+    scorer.score(requests)
+    return time.perf_counter() - started

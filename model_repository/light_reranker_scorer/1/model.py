@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton model `<reranker>_scorer` on the CPU: input_ids, attention_mask(, token_type_ids) -> SCORE."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+from graph_scoring import GraphScorer, InputError, Limits, PaddedPairs, available_threads
+
+
+class TritonPythonModel:
+    """One scorer instance: the rows of all requests in a batch are scored together and answered one by one."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Open the graph of this version; its manifest says which limits and precision it has."""
+        config = json.loads(args["model_config"])
+        parameters = {key: value["string_value"] for key, value in config["parameters"].items()}
+        folder = Path(args["model_repository"]) / args["model_version"]
+        try:
+            manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        except OSError as error:
+            raise pb_utils.TritonModelException(
+                f"{args['model_name']}: {error}. Build it: python -m build_engines build NAME --target cpu."
+            ) from error
+        self._limits = Limits(manifest["vocabulary"], manifest["max_length"])
+        # Dynamic INT8 takes its activation scales from all rows of a run; one row a run keeps a pair's score its own.
+        tokens_per_run = 0 if manifest["precision"] == "int8" else int(parameters["tokens_per_run"])
+        threads = int(parameters["threads"]) or available_threads()
+        self._scorer = GraphScorer(folder / "model.onnx", threads=threads, tokens_per_run=tokens_per_run)
+        declared = {entry["name"] for entry in config["input"]}
+        if declared != self._scorer.input_names:
+            raise pb_utils.TritonModelException(
+                f"{args['model_name']}: the graph takes {sorted(self._scorer.input_names)}, the config declares "
+                f"{sorted(declared)}. Set segment_ids in rerankers.toml, then: python -m build_engines configs."
+            )
+        self._metrics = TokenMetrics(args["model_name"], args["model_version"])
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        """Answer every request: scores, or an error that concerns this request alone."""
+        answers: list[Any] = [None] * len(requests)
+        accepted: list[tuple[int, PaddedPairs]] = []
+        for index, request in enumerate(requests):
+            arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+            try:
+                accepted.append((index, PaddedPairs.check(arrays, self._limits)))
+            except InputError as error:
+                answers[index] = _error(str(error), pb_utils.TritonError.INVALID_ARG)
+        if accepted:
+            scores = self._scorer.score([pairs for _, pairs in accepted])
+            for (index, _), rows in zip(accepted, scores, strict=True):
+                answers[index] = _response(rows)
+            self._metrics.publish(self._scorer)
+        return answers
+
+
+class TokenMetrics:
+    """Tokens scored and tokens run, on Triton's metrics endpoint; their ratio is what padding costs."""
+
+    def __init__(self, model: str, version: str) -> None:
+        kind = pb_utils.MetricFamily
+        labels = {"model": model, "version": version}
+        self._families = [
+            kind(name="rerank_real_tokens_total", description="Tokens of the scored pairs", kind=kind.COUNTER),
+            kind(name="rerank_run_tokens_total", description="Tokens run, padding included", kind=kind.COUNTER),
+        ]
+        self._real, self._run = (family.Metric(labels=labels) for family in self._families)
+
+    def publish(self, scorer: GraphScorer) -> None:
+        """Add what the last call of the scorer did."""
+        self._real.increment(scorer.real_tokens)
+        self._run.increment(scorer.run_tokens)
+
+
+def _response(scores: Any) -> Any:
+    bad = np.flatnonzero(~np.isfinite(scores))
+    if bad.size:
+        return _error(
+            f"The score of row {bad[0]} is not finite. The model cannot score this pair; leave it out and report it.",
+            pb_utils.TritonError.INTERNAL,
+        )
+    return pb_utils.InferenceResponse(output_tensors=[pb_utils.Tensor("SCORE", scores)])
+
+
+def _error(message: str, code: int) -> Any:
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code))

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Query/document texts to padded token ids, without Triton, PyTorch or transformers.
+
+One algorithm for every family of reranker, driven by `pairing.json`:
+
+    prefix_ids + query_ids[:query_max] + middle_ids + document_ids[:room] + suffix_ids
+
+Each text is tokenised alone, so that its ids can be kept and used again. The tokenizer beside this file knows no
+control tokens at all: `</s>` or `[SEP]` typed by a user is text like any other; only this module places control ids.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+FORMAT = 1
+
+
+class PairingError(Exception):
+    """The files beside this module do not belong together; the tokenizer must not serve."""
+
+
+class TextError(Exception):
+    """A text of one request cannot be encoded; the message is for the caller."""
+
+
+@dataclass(frozen=True, slots=True)
+class GoldenPair:
+    """A pair and the ids that the checkpoint's own tokenizer gave at build time."""
+
+    query: str
+    document: str
+    ids: tuple[int, ...]
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """How a family of rerankers joins a query and a document. Lengths are in tokens."""
+
+    prefix_ids: tuple[int, ...]
+    middle_ids: tuple[int, ...]
+    suffix_ids: tuple[int, ...]
+    query_max: int
+    max_length: int
+    buckets: tuple[int, ...]
+    pad_id: int
+    control_ids: tuple[int, ...]
+    tokenizer_sha256: str
+    # How many of middle_ids still belong to segment 0; None where the graph takes no segment ids.
+    first_segment_middle: int | None = None
+    # Text put before a query or a document; it is tokenised, counted and cut together with it.
+    query_head: str = ""
+    document_head: str = ""
+    golden: tuple[GoldenPair, ...] = ()
+    format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        if self.format != FORMAT:
+            raise PairingError(f"pairing.json has format {self.format}; this code reads {FORMAT}. Build again.")
+        if self.buckets != tuple(sorted(set(self.buckets))) or not self.buckets or self.buckets[-1] != self.max_length:
+            raise PairingError(f"buckets {self.buckets} must rise and end with max_length {self.max_length}.")
+        if self.query_max < 1 or self.control_length + self.query_max > self.max_length:
+            raise PairingError(
+                f"query_max {self.query_max} and {self.control_length} control tokens exceed "
+                f"max_length {self.max_length}."
+            )
+
+    @property
+    def control_length(self) -> int:
+        """Tokens in a pair that come from neither text."""
+        return len(self.prefix_ids) + len(self.middle_ids) + len(self.suffix_ids)
+
+    @classmethod
+    def from_json(cls, text: str) -> Pairing:
+        """Read `pairing.json`; raise PairingError when a field is missing, unknown or of the wrong kind."""
+        try:
+            fields: dict[str, Any] = json.loads(text)
+            golden = tuple(GoldenPair(**pair | {"ids": tuple(pair["ids"])}) for pair in fields.pop("golden"))
+            lists = {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
+            return cls(**fields | lists, golden=golden)
+        except (ValueError, TypeError, KeyError) as error:
+            raise PairingError(f"pairing.json cannot be read ({error}). Build again.") from error
+
+
+@dataclass(frozen=True, slots=True)
+class TextIds:
+    """The first `max_length` ids of a text, and how many it has in all."""
+
+    ids: NDArray[np.int32]  # int32[kept]
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPairs:
+    """Arrays for the scorer; all rows share one bucket."""
+
+    input_ids: NDArray[np.int64]  # int64[pairs, bucket]
+    attention_mask: NDArray[np.int64]  # int64[pairs, bucket]
+    token_type_ids: NDArray[np.int64] | None  # int64[pairs, bucket]
+    tokens: NDArray[np.int32]  # int32[pairs, 1], the full length of each pair before cutting
+
+
+class TokenCache:
+    """Least-recently-used token ids, bounded by bytes."""
+
+    # Measured size of the key, the dictionary slot, the TextIds and the array header of one entry.
+    ENTRY_OVERHEAD_BYTES = 400
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.size_bytes = 0
+        self.hits = 0
+        self.misses = 0
+        self._entries: OrderedDict[bytes, TextIds] = OrderedDict()
+
+    def get(self, key: bytes) -> TextIds | None:
+        """Return the entry and make it the youngest; count a hit or a miss."""
+        entry = self._entries.get(key)
+        if entry is None:
+            self.misses += 1
+            return None
+        self.hits += 1
+        self._entries.move_to_end(key)
+        return entry
+
+    def put(self, key: bytes, entry: TextIds) -> None:
+        """Keep a new entry, dropping the oldest ones until the bound holds."""
+        self._entries[key] = entry
+        self.size_bytes += self._cost_bytes(entry)
+        while self.size_bytes > self.limit_bytes:
+            _, dropped = self._entries.popitem(last=False)
+            self.size_bytes -= self._cost_bytes(dropped)
+
+    def _cost_bytes(self, entry: TextIds) -> int:
+        return entry.ids.nbytes + self.ENTRY_OVERHEAD_BYTES
+
+
+class PairEncoder:
+    """Encodes pairs for one reranker. Not thread-safe: one per Triton instance."""
+
+    def __init__(self, tokenizer: Tokenizer, pairing: Pairing, *, cache_bytes: int, max_text_bytes: int) -> None:
+        self.pairing = pairing
+        self.cache = TokenCache(cache_bytes)
+        self._tokenizer = tokenizer
+        self._max_text_bytes = max_text_bytes
+
+    @classmethod
+    def load(cls, folder: Path, *, cache_bytes: int, max_text_bytes: int) -> PairEncoder:
+        """Load `pairing.json` and `tokenizer.json`; raise PairingError unless both give the golden ids."""
+        try:
+            pairing = Pairing.from_json((folder / "pairing.json").read_text(encoding="utf-8"))
+            tokenizer_json = (folder / "tokenizer.json").read_bytes()
+        except OSError as error:
+            raise PairingError(f"{error}. Build the reranker: python -m build_engines build NAME.") from error
+        found = hashlib.sha256(tokenizer_json).hexdigest()
+        if found != pairing.tokenizer_sha256:
+            raise PairingError(f"tokenizer.json has sha256 {found}, pairing.json expects {pairing.tokenizer_sha256}.")
+        tokenizer = Tokenizer.from_str(tokenizer_json.decode("utf-8"))
+        encoder = cls(tokenizer, pairing, cache_bytes=cache_bytes, max_text_bytes=max_text_bytes)
+        encoder.check_golden()
+        return encoder
+
+    def check_golden(self) -> None:
+        """Raise PairingError when a golden pair no longer gets the ids it had at build time."""
+        for pair in self.pairing.golden:
+            encoded = self.encode([pair.query.encode()], [pair.document.encode()])
+            ids = tuple(encoded.input_ids[0][encoded.attention_mask[0] == 1].tolist())
+            if ids != pair.ids or int(encoded.tokens[0, 0]) != pair.tokens:
+                raise PairingError(
+                    f"The golden pair {pair.query!r} / {pair.document!r} has ids {ids}, at build time {pair.ids}. "
+                    "The tokenizers library or the files changed; build again."
+                )
+
+    def encode(self, queries: Sequence[bytes], documents: Sequence[bytes]) -> EncodedPairs:
+        """Encode row i as the pair (queries[i], documents[i]), UTF-8; raise TextError naming a bad row."""
+        ids = self.text_ids(self.request_texts(queries, documents))
+        return self.assemble(queries, documents, ids)
+
+    def request_texts(self, queries: Sequence[bytes], documents: Sequence[bytes]) -> dict[bytes, str]:
+        """Return what a request needs tokenised, by key; raise TextError when a row cannot be encoded."""
+        texts: dict[bytes, str] = {}
+        for role, head, rows in self._roles(queries, documents):
+            for row, text in enumerate(rows):
+                key = _key(head, text)
+                if key not in texts:
+                    texts[key] = head + self._decode(role, row, text)
+        return texts
+
+    def text_ids(self, texts: dict[bytes, str]) -> dict[bytes, TextIds]:
+        """Tokenise each text that is not in the cache, all of them in one call."""
+        found: dict[bytes, TextIds] = {}
+        new: list[bytes] = []
+        for key in texts:
+            entry = self.cache.get(key)
+            if entry is None:
+                new.append(key)
+            else:
+                found[key] = entry
+        if new:
+            limit = self.pairing.max_length
+            encodings = self._tokenizer.encode_batch_fast([texts[key] for key in new], add_special_tokens=False)
+            for key, encoding in zip(new, encodings, strict=True):
+                ids: list[int] = encoding.ids
+                found[key] = TextIds(np.array(ids[:limit], dtype=np.int32), len(ids))
+                self.cache.put(key, found[key])
+        return found
+
+    def assemble(self, queries: Sequence[bytes], documents: Sequence[bytes], ids: dict[bytes, TextIds]) -> EncodedPairs:
+        """Join tokenised texts into rows padded to the smallest bucket that holds the longest."""
+        p = self.pairing
+        rows = [
+            (ids[_key(p.query_head, query)], ids[_key(p.document_head, document)])
+            for query, document in zip(queries, documents, strict=True)
+        ]
+        full = np.array([[q.length + d.length + p.control_length] for q, d in rows], dtype=np.int32).reshape(-1, 1)
+        longest = max((self._cut_length(q, d) for q, d in rows), default=0)
+        bucket = next(bucket for bucket in p.buckets if bucket >= longest)
+        input_ids = np.full((len(rows), bucket), p.pad_id, dtype=np.int64)
+        ends = np.empty((len(rows), 2), dtype=np.int64)  # first token of segment 1, end of row
+        for row, (query, document) in enumerate(rows):
+            ends[row] = self._write_row(input_ids[row], query.ids[: p.query_max], document.ids)
+        position = np.arange(bucket)
+        attention_mask = (position < ends[:, 1:]).astype(np.int64)
+        types = None
+        if p.first_segment_middle is not None:
+            types = (position >= ends[:, :1]).astype(np.int64) * attention_mask
+        return EncodedPairs(input_ids, attention_mask, types, full)
+
+    def _write_row(
+        self, row: NDArray[np.int64], query: NDArray[np.int32], document: NDArray[np.int32]
+    ) -> tuple[int, int]:
+        p = self.pairing
+        room = p.max_length - p.control_length - len(query)
+        at = 0
+        segment = 0
+        for part in (p.prefix_ids, query, p.middle_ids, document[:room], p.suffix_ids):
+            if part is p.middle_ids:
+                segment = at + (p.first_segment_middle or 0)
+            row[at : at + len(part)] = part
+            at += len(part)
+        return segment, at
+
+    def _cut_length(self, query: TextIds, document: TextIds) -> int:
+        p = self.pairing
+        return min(p.control_length + min(query.length, p.query_max) + document.length, p.max_length)
+
+    def _roles(
+        self, queries: Sequence[bytes], documents: Sequence[bytes]
+    ) -> Iterable[tuple[str, str, Sequence[bytes]]]:
+        yield "QUERY", self.pairing.query_head, queries
+        yield "DOCUMENT", self.pairing.document_head, documents
+
+    def _decode(self, role: str, row: int, text: bytes) -> str:
+        if len(text) > self._max_text_bytes:
+            raise TextError(
+                f"{role} in row {row} has {len(text)} bytes; at most {self._max_text_bytes} are allowed. "
+                f"Only the first {self.pairing.max_length} tokens count, so send the beginning of the text."
+            )
+        try:
+            decoded = text.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise TextError(f"{role} in row {row} is not valid UTF-8 ({error}). Send text encoded as UTF-8.") from error
+        if role == "QUERY" and not decoded.strip():
+            raise TextError(f"QUERY in row {row} is empty or blank. Send the text to search for.")
+        return decoded
+
+
+def _key(head: str, text: bytes) -> bytes:
+    # A digest keeps long texts out of the cache; 128 bits of BLAKE2 make a collision out of reach even for an attacker.
+    # The zero byte ends the head, so that no head and text read like another head and text.
+    digest = hashlib.blake2b(head.encode() + b"\0", digest_size=16)
+    digest.update(text)
+    return digest.digest()
