@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import warnings
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -36,6 +37,7 @@ def export(checkpoint: Checkpoint, reranker: Reranker, out: Path) -> dict[str, A
     parameters = sum(p.numel() for p in model.parameters())
     path = out / "model.onnx"
     _write(graph_of(model, reranker), reranker, path, external=4 * parameters > INLINE_BYTES)
+    _strip_traces(path)
     _check_form(path, reranker)
     samples = _samples(reranker, int(checkpoint.config["vocab_size"]))
     expected = [reference_scores(model, reranker, arrays).numpy() for arrays in samples]
@@ -56,6 +58,8 @@ def _write(graph: torch.nn.Module, reranker: Reranker, path: Path, *, external: 
     ids = torch.full((2, 16), 5, dtype=torch.int64)
     examples = [ids, torch.ones_like(ids), torch.cat([torch.zeros_like(ids[:, 8:]), torch.ones_like(ids[:, 8:])], 1)]
     noise = io.StringIO()
+    # It warns that torchvision is missing, which is not needed.
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     # The exporter reports its progress to whoever watches standard output; ours is the step's own line.
     with redirect_stdout(noise), redirect_stderr(noise), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -70,6 +74,17 @@ def _write(graph: torch.nn.Module, reranker: Reranker, path: Path, *, external: 
             dynamic_shapes={name: {0: batch, 1: length} for name in names},
             external_data=external,
         )
+
+
+def _strip_traces(path: Path) -> None:
+    """Drop the exporter's notes on nodes: they hold this machine's paths, and make equal models differ."""
+    model = onnx.load(path, load_external_data=False)
+    graph = model.graph
+    parts: list[Any] = [model, graph, *graph.node, *graph.value_info, *graph.initializer, *graph.input, *graph.output]
+    for part in parts:
+        del part.metadata_props[:]
+        part.doc_string = ""
+    path.write_bytes(model.SerializeToString(deterministic=True))
 
 
 def _check_form(path: Path, reranker: Reranker) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
 import os
 import shutil
@@ -38,7 +39,7 @@ def install(
     live = pinned_version(repository, reranker)
     versions = installed_versions(repository, reranker)
     for version in versions:
-        if _same(read_manifest(repository, reranker, version), manifest):
+        if _same(read_manifest(repository, reranker, version), manifest) and _same_code(repository, reranker, version):
             return Installed(version, version == live, new=False)
     # The version that the ensemble names comes first; its folder holds nothing but code until then.
     version = live if live not in versions else max(_folders(repository, reranker)) + 1
@@ -93,6 +94,16 @@ def read_manifest(repository: Path, reranker: Reranker, version: int) -> dict[st
 def _same(installed: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
     # Reports hold timings and differ from run to run; what is served is decided by the files.
     return bool(installed.get("files") == wanted["files"] and installed.get("precision") == wanted["precision"])
+
+
+def _same_code(repository: Path, reranker: Reranker, version: int) -> bool:
+    places = ((reranker.tokenizer, TOKENIZER_CODE), (reranker.scorer, SCORER_CODE))
+    for model, code in places:
+        names = [file.name for file in code.glob("*.py")]
+        same, _, _ = filecmp.cmpfiles(code, repository / model / str(version), names, shallow=False)
+        if len(same) < len(names):
+            return False
+    return True
 
 
 def _folders(repository: Path, reranker: Reranker) -> set[int]:
