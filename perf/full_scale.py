@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A random checkpoint of bge-reranker-v2-m3's shape through the whole cpu build: seconds and peak memory.
+
+    python -m perf.full_scale --checkpoint DIR      (writes 2.3 GB there, and about 6 GB below --work)
+
+24 layers, 1024 hidden, 250,002 words, 8194 positions, 568 M parameters. The weights are random, so its rankings mean
+nothing; time and memory do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from perf.machine import stamp
+
+VOCABULARY = 250_002
+
+
+def main() -> None:
+    """Write the checkpoint unless it is there, build it in a process of its own, print what it took."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", type=Path, required=True)
+    parser.add_argument("--work", type=Path, default=Path("build/full_scale"))
+    parser.add_argument("--precision", choices=["auto", "int8", "fp32"], default="auto")
+    arguments = parser.parse_args()
+    print(stamp(), flush=True)
+    if not (arguments.checkpoint / "tokenizer.json").exists():
+        write_checkpoint(arguments.checkpoint)
+    work = arguments.work
+    command = [sys.executable, "-m", "build_engines", "build", "bge_reranker", "--precision", arguments.precision]
+    command += ["--checkpoint", str(arguments.checkpoint)]
+    command += ["--repository", str(work / "model_repository"), "--build-folder", str(work)]
+    started = time.monotonic()
+    subprocess.run(command, check=True)
+    peak_gib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / (1 << 20)
+    print(f"build {time.monotonic() - started:.0f} s, peak memory {peak_gib:.1f} GiB")
+
+
+def write_checkpoint(folder: Path) -> None:
+    """Write the random checkpoint with a tokenizer of the same size and layout."""
+    import torch  # noqa: PLC0415
+    from transformers import XLMRobertaConfig, XLMRobertaForSequenceClassification  # noqa: PLC0415
+
+    config = XLMRobertaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=1024,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        intermediate_size=4096,
+        max_position_embeddings=8194,
+        type_vocab_size=1,
+        layer_norm_eps=1e-5,
+        pad_token_id=1,
+    )
+    config.num_labels = 1
+    torch.manual_seed(0)
+    model = XLMRobertaForSequenceClassification(config)
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write a Unigram tokenizer of letters and filler pieces, with XLM-R's ids, template and vocabulary size."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors  # noqa: PLC0415
+
+    control = ["<s>", "<pad>", "</s>", "<unk>"]
+    letters = ["▁", *(chr(code) for code in range(33, 127) if chr(code) not in "<>")]
+    filler = [f"▁word{number}" for number in range(VOCABULARY - len(control) - len(letters) - 1)]
+    vocabulary = (
+        [(piece, 0.0) for piece in control] + [(piece, -10.0) for piece in [*letters, *filler]] + [("<mask>", 0.0)]
+    )
+    tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=3, byte_fallback=False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.add_special_tokens([*control, "<mask>"])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"bos": "<s>", "pad": "<pad>", "eos": "</s>", "unk": "<unk>", "mask": "<mask>", "cls": "<s>", "sep": "</s>"}
+    settings = {f"{name}_token": token for name, token in names.items()} | {
+        "tokenizer_class": "PreTrainedTokenizerFast"
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
