@@ -20,6 +20,7 @@ from build_engines.errors import BuildError
 from build_engines.install import installed_versions, pin, read_manifest
 from build_engines.pairs import SAMPLE
 from build_engines.places import REPOSITORY
+from build_engines.readme import README, with_rerankers
 from build_engines.serve import add_serve_arguments, serve
 from build_engines.table import DEFAULT_TABLE, find_reranker, read_table
 
@@ -92,6 +93,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_places(command)
     command.set_defaults(run=_configs)
 
+    command = commands.add_parser("readme", help="write the README's table of rerankers")
+    command.set_defaults(run=_readme)
+
     command = commands.add_parser("demo", help="serve light_reranker and rank a small sample")
     _add_places(command)
     command.set_defaults(run=run_demo)
@@ -149,6 +153,12 @@ def _configs(arguments: argparse.Namespace, console: Console) -> int:
     for reranker in read_table(arguments.table).values():
         for path in write_configs(arguments.repository, reranker, pinned_version(arguments.repository, reranker)):
             console.print(f"wrote {path}")
+    return 0
+
+
+def _readme(_arguments: argparse.Namespace, console: Console) -> int:
+    README.write_text(with_rerankers(README.read_text(encoding="utf-8"), read_table()), encoding="utf-8")
+    console.print(f"wrote {README}")
     return 0
 
 

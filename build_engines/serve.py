@@ -51,7 +51,7 @@ def serve(arguments: argparse.Namespace, console: Console) -> int:
         log_path=arguments.log,
     )
     # Service managers send SIGTERM; it ends the server as cleanly as Ctrl-C does.
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt), TritonServer(options) as server:
         console.print(f"Serving {', '.join(built)}; Ctrl-C stops.")
         console.print(f"  gRPC    {server.grpc_url}\n  HTTP    {server.http_url}\n  metrics {server.metrics_url}")

@@ -2,7 +2,7 @@
 """Score padded pairs with an ONNX graph on the CPU: rows are sorted by length, run in small groups, and put back.
 
 A run is one execution of the graph on rows cut to the longest of them. Several runs at once on one thread each are
-faster than one run on all threads, so threads work inside a run only when there are fewer rows than threads.
+faster than one run on all threads, so threads work inside a run only when runs would keep at most half of them busy.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class GraphScorer:
             feed = self._gather([owners[row] for row in rows], int(lengths[rows[0]]))
             scores[rows] = session.run(None, feed)[0]
 
-        if self._pool is not None and len(runs) >= self.threads:
+        if self._pool is not None and 2 * len(runs) > self.threads:
             list(self._pool.map(lambda rows: run(self._shared, rows), runs))
         else:
             for rows in runs:

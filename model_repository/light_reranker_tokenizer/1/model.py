@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
-from pair_encoding import EncodedPairs, PairEncoder, PairingError, TextError
+from pair_encoding import EncodedPairs, PairEncoder, PairingError, TextError, TextIds
 
 
 class TritonPythonModel:
@@ -49,12 +49,23 @@ class TritonPythonModel:
                 texts |= self._encoder.request_texts(queries, documents)
                 accepted.append((index, queries, documents))
             except TextError as error:
-                answers[index] = _refusal(error)
-        ids = self._encoder.text_ids(texts)
+                answers[index] = _error(str(error), pb_utils.TritonError.INVALID_ARG)
+        try:
+            ids = self._encoder.text_ids(texts)
+        except Exception:  # whatever the tokenizers library raises, it does not say for which text
+            ids = None
         for index, queries, documents in accepted:
-            answers[index] = _response(self._encoder.assemble(queries, documents, ids))
+            answers[index] = self._answer(queries, documents, ids)
         self._metrics.publish(self._encoder)
         return answers
+
+    def _answer(self, queries: list[bytes], documents: list[bytes], ids: dict[bytes, TextIds] | None) -> Any:
+        try:
+            if ids is None:
+                return _response(self._encoder.encode(queries, documents))
+            return _response(self._encoder.assemble(queries, documents, ids))
+        except Exception as error:
+            return _error(f"The tokenizer cannot read a text of this request: {error}", pb_utils.TritonError.INTERNAL)
 
 
 class CacheMetrics:
@@ -87,8 +98,8 @@ def _rows(request: Any, name: str) -> list[bytes]:
     return rows
 
 
-def _refusal(error: Exception) -> Any:
-    return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), pb_utils.TritonError.INVALID_ARG))
+def _error(message: str, code: int) -> Any:
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code))
 
 
 def _response(pairs: EncodedPairs) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -167,9 +168,9 @@ class PairEncoder:
         if found != pairing.tokenizer_sha256:
             raise PairingError(f"tokenizer.json has sha256 {found}, pairing.json expects {pairing.tokenizer_sha256}.")
         tokenizer = Tokenizer.from_str(tokenizer_json.decode("utf-8"))
-        encoder = cls(tokenizer, pairing, cache_bytes=cache_bytes, max_text_bytes=max_text_bytes)
-        encoder.check_golden()
-        return encoder
+        # The golden texts belong neither in the cache nor in its figures, and no limit for callers applies to them.
+        cls(tokenizer, pairing, cache_bytes=0, max_text_bytes=sys.maxsize).check_golden()
+        return cls(tokenizer, pairing, cache_bytes=cache_bytes, max_text_bytes=max_text_bytes)
 
     def check_golden(self) -> None:
         """Raise PairingError when a golden pair no longer gets the ids it had at build time."""
