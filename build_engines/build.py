@@ -76,7 +76,7 @@ def build(request: BuildRequest, console: Console) -> Installed | Path:
 
 
 def _pairing(checkpoint: Checkpoint, reranker: Reranker, out: Path) -> dict[str, Any]:
-    from build_engines.pairing import write_pairing  # noqa: PLC0415 - transformers takes seconds to import
+    from build_engines.pairing import write_pairing  # noqa: PLC0415
 
     return {"golden_pairs": write_pairing(checkpoint, reranker, out)["golden_pairs"]}
 
