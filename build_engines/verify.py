@@ -27,8 +27,8 @@ Scores = list[NDArray[np.float32]]  # one float32[documents] per query
 FP32_NEIGHBOUR_TOLERANCE = 1e-4
 # Below this, INT8 is not worth its loss.
 MINIMUM_SPEEDUP = 1.1
-TIMING_ROUNDS = 5
-TIMING_PAIRS = 64
+TIMING_ROUNDS = 3
+TIMING_PAIRS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Verifier:
 
     def largest_neighbour_effect(self, scorer: graph_scoring.GraphScorer) -> float:
         """Return how much any of some scores changes when its pair stands alone instead of in a crowd."""
-        crowd = self.requests[: max(2, 32 // len(self.requests[0].lengths))]
+        crowd = self.requests[: max(2, 16 // len(self.requests[0].lengths))]
         together = np.concatenate([scores[:, 0] for scores in scorer.score(crowd)])
         alone = [scorer.score([_single(request, row)])[0] for request in crowd for row in range(len(request.lengths))]
         return float(np.abs(together - np.concatenate(alone)[:, 0]).max())
