@@ -77,7 +77,8 @@ def write_configs(repository: Path, reranker: Reranker, version: int) -> list[Pa
     # Triton wants a version folder even for an ensemble, which has no files; git keeps no empty folder.
     keep = repository / reranker.name / "1" / ".gitkeep"
     keep.parent.mkdir(parents=True, exist_ok=True)
-    keep.touch()
+    if not keep.exists():
+        keep.touch()
     return written
 
 

@@ -22,7 +22,6 @@ from build_engines.errors import CheckpointError
 from build_engines.fetch import Checkpoint
 from build_engines.table import Reranker
 
-ENCODERS = ("bert", "roberta", "xlm-roberta")
 # sentence-transformers' scale for cosine scores (MultipleNegativesRankingLoss, scale=20), used in training.
 COSINE_SCALE = 20.0
 # Finite in FP16, and exp(-10000) is exactly 0 in FP32 next to any real attention score.
@@ -82,15 +81,19 @@ def load_model(checkpoint: Checkpoint, reranker: Reranker) -> nn.Module:
     """Load the checkpoint in FP32 for the CPU; raise CheckpointError unless it is exactly what its row says."""
     _check_family(checkpoint, reranker)
     loader = AutoModel if reranker.head == "bi_encoder" else AutoModelForSequenceClassification
-    with _quiet_transformers():
-        model, report = loader.from_pretrained(
-            checkpoint.folder,
-            attn_implementation="eager",
-            dtype=torch.float32,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+    try:
+        with _quiet_transformers():
+            model, report = loader.from_pretrained(
+                checkpoint.folder,
+                attn_implementation="eager",
+                dtype=torch.float32,
+                local_files_only=True,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,  # the report below refuses them with a reason
+                output_loading_info=True,
+            )
+    except Exception as error:  # transformers, safetensors and torch each raise their own
+        raise CheckpointError(f"{checkpoint.folder} cannot be loaded: {error}. Fetch the checkpoint again.") from error
     # A bi-encoder pools by the mean; the pooler that BERT would add is not used and may be missing.
     unused = "pooler." if reranker.head == "bi_encoder" else None
     missing = sorted(key for key in report["missing_keys"] if unused is None or not key.startswith(unused))
@@ -134,10 +137,6 @@ def _embed(model: nn.Module, arrays: dict[str, Tensor], segment: int) -> Tensor:
 def _check_family(checkpoint: Checkpoint, reranker: Reranker) -> None:
     config, name = checkpoint.config, reranker.name
     architectures = config.get("architectures") or ["nothing"]
-    if checkpoint.model_type not in ENCODERS:
-        raise CheckpointError(
-            f"{name}: the checkpoint is a {checkpoint.model_type!r}; supported: {', '.join(ENCODERS)}."
-        )
     labels = len(config.get("id2label", {"0": "LABEL_0", "1": "LABEL_1"}))
     if reranker.head == "sequence_classification":
         if not str(architectures[0]).endswith("ForSequenceClassification"):

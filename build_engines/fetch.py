@@ -15,6 +15,7 @@ from build_engines.errors import CheckpointError
 from build_engines.hashing import sha256_file
 from build_engines.table import Reranker
 
+FAMILIES = ("bert", "roberta", "xlm-roberta")
 # Everything the build reads, and nothing that could run code when it is loaded.
 _PATTERNS = ("*.json", "*.safetensors", "1_Pooling/config.json")
 _WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -88,6 +89,15 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder} is not a checkpoint: {error}. It needs config.json.") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{folder / 'config.json'} does not hold an object. Fetch the checkpoint again.")
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise CheckpointError(f"{folder} holds a model of type {family!r}; supported: {', '.join(FAMILIES)}.")
+    numbers = ("vocab_size", "max_position_embeddings", "pad_token_id")
+    missing = [name for name in numbers if not isinstance(config.get(name), int)]
+    if missing:
+        raise CheckpointError(
+            f"{folder / 'config.json'} has no whole number for {', '.join(missing)}; a reranker's has."
+        )
     return config
 
 
@@ -109,7 +119,10 @@ def _file_names(folder: Path) -> list[str]:
 def _weight_names(folder: Path) -> list[str]:
     index = folder / _WEIGHTS_INDEX
     if index.exists():
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        try:
+            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{index} is damaged ({error!r}). Fetch the checkpoint again.") from error
         return [_WEIGHTS_INDEX, *sorted(shards)]
     if (folder / "model.safetensors").exists():
         return ["model.safetensors"]

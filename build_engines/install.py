@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,18 +45,16 @@ def install(
     # The version that the ensemble names comes first; its folder holds nothing but code until then.
     version = live if live not in versions else max(_folders(repository, reranker)) + 1
     write_configs(repository, reranker, live)
-    _put(
-        repository / reranker.tokenizer / str(version),
-        code=TOKENIZER_CODE,
-        built=[pairing / "tokenizer.json", pairing / "pairing.json"],
-        manifest=manifest,
+    tokenizer, scorer = (repository / model / str(version) for model in (reranker.tokenizer, reranker.scorer))
+    halves = (
+        (tokenizer, TOKENIZER_CODE, [pairing / "tokenizer.json", pairing / "pairing.json"]),
+        (scorer, SCORER_CODE, sorted(graph.glob("model.onnx*"))),
     )
-    _put(
-        repository / reranker.scorer / str(version),
-        code=SCORER_CODE,
-        built=sorted(graph.glob("model.onnx*")),
-        manifest=manifest,
-    )
+    with ExitStack() as leftovers:
+        # Both halves are whole before either is put in place.
+        works = [_prepare(leftovers, *half, manifest) for half in halves]
+        for work, (target, _, _) in zip(works, halves, strict=True):
+            _place(work, target)
     return Installed(version, version == live, new=True)
 
 
@@ -111,10 +110,13 @@ def _folders(repository: Path, reranker: Reranker) -> set[int]:
     return {int(entry.name) for model in models if model.is_dir() for entry in model.iterdir() if entry.name.isdigit()}
 
 
-def _put(target: Path, *, code: Path, built: Iterable[Path], manifest: Mapping[str, Any]) -> None:
+def _prepare(
+    leftovers: ExitStack, target: Path, code: Path, built: Iterable[Path], manifest: Mapping[str, Any]
+) -> Path:
     # Triton ignores a folder whose name does not begin with a digit, so the work can lie on the target's own disk.
     work = target.with_name(f".installing-{target.name}-{os.getpid()}")
     shutil.rmtree(work, ignore_errors=True)
+    leftovers.callback(shutil.rmtree, work, ignore_errors=True)
     if target.exists():
         # The committed skeleton of a version: its code may be links, which stay links.
         shutil.copytree(target, work, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
@@ -125,6 +127,10 @@ def _put(target: Path, *, code: Path, built: Iterable[Path], manifest: Mapping[s
     for file in built:
         shutil.copyfile(file, work / file.name)
     (work / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+    return work
+
+
+def _place(work: Path, target: Path) -> None:
     if target.exists():
         # Nothing loads a version without a manifest, so this moment without a folder is seen by nobody.
         aside = target.with_name(f".replaced-{target.name}-{os.getpid()}")

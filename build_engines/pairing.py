@@ -37,12 +37,17 @@ def write_pairing(checkpoint: Checkpoint, reranker: Reranker, out: Path) -> dict
     """Write both files into `out`; raise CheckpointError where the tokenizer cannot be served faithfully."""
     from tokenizers import Tokenizer  # noqa: PLC0415
 
-    reference = Tokenizer.from_file(str(checkpoint.folder / "tokenizer.json"))
+    try:
+        reference = Tokenizer.from_file(str(checkpoint.folder / "tokenizer.json"))
+    except Exception as error:  # the library raises nothing narrower
+        raise CheckpointError(
+            f"{checkpoint.folder / 'tokenizer.json'} is damaged ({error}). Fetch it again."
+        ) from error
     reference.no_truncation()
     reference.no_padding()
     layout = _layout(reference, reranker)
     source = json.loads((checkpoint.folder / "tokenizer.json").read_text(encoding="utf-8"))
-    pad_id = _pad_id(checkpoint)
+    pad_id = int(checkpoint.config["pad_token_id"])
     control = _control_ids(source, layout, pad_id)
     (out / "tokenizer.json").write_text(json.dumps(without_control_tokens(source, control), ensure_ascii=False))
     served = Tokenizer.from_file(str(out / "tokenizer.json"))
@@ -119,13 +124,6 @@ def _around(ids: list[int] | tuple[int, ...], part: list[int]) -> tuple[tuple[in
         f"The tokenizer reads a pair as {list(ids)}, in which the text alone, {part}, does not occur. Its texts cannot "
         "be tokenised apart, which this project needs."
     )
-
-
-def _pad_id(checkpoint: Checkpoint) -> int:
-    pad_id = checkpoint.config.get("pad_token_id")
-    if not isinstance(pad_id, int):
-        raise CheckpointError(f"{checkpoint.folder / 'config.json'} has no pad_token_id. Set it to the tokenizer's.")
-    return pad_id
 
 
 def _control_ids(source: dict[str, Any], layout: dict[str, Any], pad_id: int) -> set[int]:

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ class Candidates:
 def read_pairs(path: Path) -> list[Candidates]:
     """Read a JSONL file; raise PairsError naming the line that is wrong."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would also split inside texts
     except (OSError, UnicodeDecodeError) as error:
         raise PairsError(f"Cannot read pairs from {path}: {error}") from error
     rows = [_row(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
@@ -51,7 +52,11 @@ def _row(line: str, place: str) -> Candidates:
         raise PairsError(f"{place}: query must be a text, documents at least two texts.")
     if relevance is None:
         return Candidates(query, tuple(documents))
-    grades = [g for g in relevance if isinstance(g, int | float) and g >= 0] if isinstance(relevance, list) else []
+    grades = (
+        [g for g in relevance if isinstance(g, int | float) and 0 <= g < math.inf]
+        if isinstance(relevance, list)
+        else []
+    )
     if len(grades) != len(documents):
         raise PairsError(
             f"{place}: relevance must hold one number of at least 0 for each of {len(documents)} documents."

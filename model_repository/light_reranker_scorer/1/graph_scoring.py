@@ -49,9 +49,12 @@ class PaddedPairs:
         if len({array.shape for array in arrays.values()}) != 1:
             raise InputError(f"Shapes differ: { ({name: a.shape for name, a in arrays.items()}) }. Send equal shapes.")
         lengths = mask.sum(axis=1)
-        if not np.array_equal(mask, np.arange(mask.shape[1]) < lengths[:, None]) or lengths.min(initial=1) < 1:
+        expected = np.arange(mask.shape[1]) < lengths[:, None]
+        bad = np.flatnonzero((mask != expected).any(axis=1) | (lengths < 1))
+        if bad.size:
             raise InputError(
-                "attention_mask must be 1 for at least one token of each row, then 0 to the end of the row."
+                "attention_mask must be 1 for at least one token of each row, then 0 to the end of the row; "
+                f"row {bad[0]} is {np.array2string(mask[bad[0]], threshold=16)}."
             )
         if lengths.max() > limits.max_length:
             raise InputError(f"A row has {lengths.max()} tokens; at most {limits.max_length} are allowed.")
@@ -61,7 +64,7 @@ class PaddedPairs:
             )
         types = arrays.get("token_type_ids")
         if types is not None and (types.min() < 0 or types.max() > 1):
-            raise InputError("token_type_ids must be 0 or 1.")
+            raise InputError(f"token_type_ids must be 0 or 1; they reach from {types.min()} to {types.max()}.")
         return cls(arrays, lengths)
 
 
@@ -78,7 +81,8 @@ def available_threads() -> int:
 def plan_runs(lengths: NDArray[np.int64], *, tokens_per_run: int, threads: int) -> list[NDArray[np.int64]]:
     """Group rows (by index) into runs of at most `tokens_per_run` padded tokens, longest rows first.
 
-    `tokens_per_run` 0 puts every row in a run of its own. Otherwise the budget shrinks until every thread has a run.
+    `tokens_per_run` 0 puts every row in a run of its own. Otherwise a run holds at most a thread's fair share, or one
+    row.
     """
     order = np.argsort(-lengths, kind="stable")
     if tokens_per_run == 0:

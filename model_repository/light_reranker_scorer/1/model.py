@@ -26,6 +26,9 @@ class TritonPythonModel:
             raise pb_utils.TritonModelException(
                 f"{args['model_name']}: {error}. Build it: python -m build_engines build NAME --target cpu."
             ) from error
+        for name, built in manifest["files"].items():
+            if name.startswith("model."):  # the manifest also names the tokenizer's files
+                _check_size(folder / name, built["bytes"])
         self._limits = Limits(manifest["vocabulary"], manifest["max_length"])
         # Dynamic INT8 takes its activation scales from all rows of a run; one row a run keeps a pair's score its own.
         tokens_per_run = 0 if manifest["precision"] == "int8" else int(parameters["tokens_per_run"])
@@ -73,6 +76,15 @@ class TokenMetrics:
         """Add what the last call of the scorer did."""
         self._real.increment(scorer.real_tokens)
         self._run.increment(scorer.run_tokens)
+
+
+def _check_size(path: Path, expected: int) -> None:
+    found = path.stat().st_size if path.exists() else None
+    if found != expected:
+        has = "is missing" if found is None else f"has {found} bytes"
+        raise pb_utils.TritonModelException(
+            f"{path} {has}, the build wrote {expected} bytes. Delete the version folder and build again."
+        )
 
 
 def _response(scores: Any) -> Any:

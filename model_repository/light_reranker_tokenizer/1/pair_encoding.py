@@ -90,7 +90,7 @@ class Pairing:
             golden = tuple(GoldenPair(**pair | {"ids": tuple(pair["ids"])}) for pair in fields.pop("golden"))
             lists = {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
             return cls(**fields | lists, golden=golden)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise PairingError(f"pairing.json cannot be read ({error}). Build again.") from error
 
 
@@ -162,12 +162,15 @@ class PairEncoder:
         try:
             pairing = Pairing.from_json((folder / "pairing.json").read_text(encoding="utf-8"))
             tokenizer_json = (folder / "tokenizer.json").read_bytes()
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise PairingError(f"{error}. Build the reranker: python -m build_engines build NAME.") from error
         found = hashlib.sha256(tokenizer_json).hexdigest()
         if found != pairing.tokenizer_sha256:
             raise PairingError(f"tokenizer.json has sha256 {found}, pairing.json expects {pairing.tokenizer_sha256}.")
-        tokenizer = Tokenizer.from_str(tokenizer_json.decode("utf-8"))
+        try:
+            tokenizer = Tokenizer.from_str(tokenizer_json.decode("utf-8"))
+        except Exception as error:  # the library raises nothing narrower
+            raise PairingError(f"tokenizer.json cannot be read ({error}). Build again.") from error
         # The golden texts belong neither in the cache nor in its figures, and no limit for callers applies to them.
         cls(tokenizer, pairing, cache_bytes=0, max_text_bytes=sys.maxsize).check_golden()
         return cls(tokenizer, pairing, cache_bytes=cache_bytes, max_text_bytes=max_text_bytes)
