@@ -15,8 +15,8 @@ from build_engines.table import Reranker
 
 # 64 MiB: about 100,000 passages of 150 tokens, at 4 bytes an id and 400 bytes an entry.
 TOKEN_CACHE_BYTES = 64 << 20
-# Far above any text of which more than the first max_length tokens could count.
-MAX_TEXT_BYTES = 1_000_000
+# 100,000 characters of up to 4 bytes: far more than max_length tokens, and little enough not to hold up other callers.
+MAX_TEXT_BYTES = 400_000
 TOKENS_PER_RUN = 512
 MAX_QUEUE_SIZE = 1024
 QUEUE_TIMEOUT_US = 30_000_000

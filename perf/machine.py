@@ -11,6 +11,8 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+from build_engines.serving_code import graph_scoring
+
 
 def stamp() -> str:
     """Return the command, the machine, the commit and the libraries, for the head of a result."""
@@ -25,7 +27,7 @@ def _cpu() -> str:
     facts = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     model = next((line.partition(":")[2].strip() for line in facts.splitlines() if line.startswith("model name")), "")
     # INT8 is twice as fast with it.
-    return f"{model or platform.processor()} ({'with' if 'vnni' in facts else 'without'} VNNI)"
+    return f"{model or platform.processor()} ({'with' if graph_scoring.has_vnni() else 'without'} VNNI)"
 
 
 def _commit() -> str:

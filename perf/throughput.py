@@ -121,7 +121,8 @@ class Direct:
         self.encoder = pair_encoding.PairEncoder.load(folder, cache_bytes=0, max_text_bytes=1 << 20)
         options = ort.SessionOptions()
         options.intra_op_num_threads = 1
-        options.add_session_config_entry("session.x64quantprecision", "1")
+        if not graph_scoring.has_vnni():
+            options.add_session_config_entry("session.x64quantprecision", "1")
         graph = Path(REPOSITORY / reranker.scorer / str(version) / "model.onnx")
         self.session = ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
 
