@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,12 @@ TOKEN_CACHE_BYTES = 64 << 20
 # 100,000 characters of up to 4 bytes: far more than max_length tokens, and little enough not to hold up other callers.
 MAX_TEXT_BYTES = 400_000
 TOKENS_PER_RUN = 512
-MAX_QUEUE_SIZE = 1024
-QUEUE_TIMEOUT_US = 30_000_000
 
 # Why each chosen number is what it is, written above the line that holds it.
 _REASONS = {
     "max_batch_size": "Pairs in one request, the same in all three models; the client splits longer lists.",
-    "max_queue_size": "Refuse at once, so that callers back off, rather than let the queue outgrow every deadline.",
-    "default_timeout_microseconds": "30 s: the client's default deadline; nobody waits for an older request.",
+    "dynamic_batching": "No delay and no queue policy. With a policy Triton does not prepare the next batch during this"
+    " one, and a last waiting request may lie for up to 500 ms (core, dynamic_batch_scheduler.cc).",
     "allow_ragged_batch": "Requests of different lengths come together: the scorer sorts their rows by length itself.",
     "profile": "Every TensorRT profile, one for each bucket; an empty list would mean profile 0 alone.",
     "model_warmup": "One run for each bucket, so that no caller pays for first-use set-up; zeros are valid ids.",
@@ -118,7 +117,7 @@ def _tokenizer(reranker: Reranker, version: int) -> pb.ModelConfig:
         input=_texts(),
         output=[*arrays, _output("TOKENS", pb.TYPE_INT32, 1)],
         instance_group=[pb.ModelInstanceGroup(kind=pb.ModelInstanceGroup.KIND_CPU, count=1)],
-        dynamic_batching=_dynamic_batching(),
+        dynamic_batching=pb.ModelDynamicBatching(),
         parameters=_parameters(token_cache_bytes=TOKEN_CACHE_BYTES, max_text_bytes=MAX_TEXT_BYTES),
     )
 
@@ -135,7 +134,7 @@ def _cpu_scorer(reranker: Reranker, version: int) -> pb.ModelConfig:
         input=inputs,
         output=[_output("SCORE", pb.TYPE_FP32, 1)],
         instance_group=[pb.ModelInstanceGroup(kind=pb.ModelInstanceGroup.KIND_CPU, count=1)],
-        dynamic_batching=_dynamic_batching(),
+        dynamic_batching=pb.ModelDynamicBatching(),
         parameters=_parameters(threads=0, tokens_per_run=TOKENS_PER_RUN),
     )
 
@@ -151,7 +150,7 @@ def _tensorrt_scorer(reranker: Reranker, version: int) -> pb.ModelConfig:
         input=[_ids(name) for name in _scorer_inputs(reranker)],
         output=[_output("SCORE", pb.TYPE_FP32, 1)],
         instance_group=[pb.ModelInstanceGroup(kind=pb.ModelInstanceGroup.KIND_GPU, count=1, profile=profiles)],
-        dynamic_batching=_dynamic_batching(),
+        dynamic_batching=pb.ModelDynamicBatching(),
         model_warmup=[_warmup(reranker, bucket) for bucket in reranker.buckets],
     )
 
@@ -182,16 +181,6 @@ def _served(version: int) -> Any:
     return pb.ModelVersionPolicy(specific=pb.ModelVersionPolicy.Specific(versions=[version]))
 
 
-def _dynamic_batching() -> Any:
-    # No queue delay: batches form while the scorer is busy, and a lone request on an idle machine never waits.
-    policy = pb.ModelQueuePolicy(
-        timeout_action=pb.ModelQueuePolicy.REJECT,
-        default_timeout_microseconds=QUEUE_TIMEOUT_US,
-        max_queue_size=MAX_QUEUE_SIZE,
-    )
-    return pb.ModelDynamicBatching(default_queue_policy=policy)
-
-
 def _parameters(**values: int) -> dict[str, Any]:
     return {key: pb.ModelParameter(string_value=str(value)) for key, value in values.items()}
 
@@ -203,6 +192,11 @@ def _text(config: pb.ModelConfig) -> str:
     for line in text_format.MessageToString(config).splitlines():
         key = next((key for key in pending if line.strip() == key or re.match(rf"\s*{key}\b", line)), None)
         if key is not None:
-            lines.append(f"{line[: len(line) - len(line.lstrip())]}# {pending.pop(key)}")
+            lines += textwrap.wrap(
+                pending.pop(key),
+                width=110,
+                initial_indent=(indent := line[: len(line) - len(line.lstrip())] + "# "),
+                subsequent_indent=indent,
+            )
         lines.append(line)
     return "\n".join(lines) + "\n"

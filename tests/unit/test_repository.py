@@ -145,13 +145,13 @@ def test_only_the_cpu_scorer_takes_ragged_batches(reranker: Reranker) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_queues_are_bounded(name: str) -> None:
+def test_batching_is_dynamic_without_a_queue_policy_which_would_make_triton_wait_between_batches(name: str) -> None:
     config = parse(name)
     if config.platform != "ensemble":
-        policy = config.dynamic_batching.default_queue_policy
-        assert policy.max_queue_size > 0
-        assert policy.default_timeout_microseconds > 0
-        assert policy.timeout_action == pb.ModelQueuePolicy.REJECT
+        assert config.HasField("dynamic_batching")
+        assert not config.dynamic_batching.HasField("default_queue_policy")
+        assert not config.dynamic_batching.priority_queue_policy
+        assert config.dynamic_batching.priority_levels == 0
 
 
 def test_configs_are_written_once_and_then_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
