@@ -50,7 +50,8 @@ def build(request: BuildRequest, console: Console) -> Installed | Path:
     with console.status("fetch ..."):
         checkpoint = fetch(reranker)
     console.print(f"[bold]fetch    [/bold] {len(checkpoint.files)} files with known hashes; {checkpoint.folder}")
-    source = {"checkpoint": dict(checkpoint.files), "row": _row(reranker)}
+    shape = _row(reranker, "head", "segment_ids", "max_length", "buckets", "max_batch_size")
+    source = {"checkpoint": dict(checkpoint.files), "row": shape}
     pairing = steps.run(
         "pairing", source | _code("pairing", "pair_encoding"), functools.partial(_pairing, checkpoint, reranker)
     )
@@ -128,7 +129,7 @@ def _verify(
         "fp32": dict(fp32.files),
         "int8": dict(int8.files) if int8 else None,
         "pairs": sha256_file(request.pairs),
-        "row": _row(reranker),
+        "row": _row(reranker, "precision", "gates"),
     } | _code("verify", "quality", "pair_encoding", "graph_scoring")
     return steps.run("verify", inputs, make)
 
@@ -151,8 +152,10 @@ def _code(*modules: str) -> dict[str, str]:
     return {"code": code_hash(*(path for path in paths if path.exists()))}
 
 
-def _row(reranker: Reranker) -> dict[str, Any]:
-    return dataclasses.asdict(reranker)
+def _row(reranker: Reranker, *names: str) -> dict[str, Any]:
+    """Return the fields that a step depends on, so that a change to others does not build anew."""
+    fields = dataclasses.asdict(reranker)
+    return {name: fields[name] for name in names}
 
 
 def _manifest(

@@ -135,7 +135,7 @@ def _cpu_scorer(reranker: Reranker, version: int) -> pb.ModelConfig:
         output=[_output("SCORE", pb.TYPE_FP32, 1)],
         instance_group=[pb.ModelInstanceGroup(kind=pb.ModelInstanceGroup.KIND_CPU, count=1)],
         dynamic_batching=pb.ModelDynamicBatching(),
-        parameters=_parameters(threads=0, tokens_per_run=TOKENS_PER_RUN),
+        parameters=_parameters(threads=reranker.cpu_threads, tokens_per_run=TOKENS_PER_RUN),
     )
 
 

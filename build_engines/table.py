@@ -47,6 +47,7 @@ class Reranker:
     max_batch_size: int
     precision: Precision
     gates: Gates
+    cpu_threads: int = 0
     revision: str = ""
     sha256: Mapping[str, str] = field(default_factory=dict)
     about: str = ""
@@ -66,6 +67,8 @@ class Reranker:
             )
         if not 1 <= self.max_batch_size <= 1024:
             raise TableError(f"{self.name}: max_batch_size is {self.max_batch_size}; use 1 to 1024.")
+        if self.cpu_threads < 0:
+            raise TableError(f"{self.name}: cpu_threads is {self.cpu_threads}; use 0 (all) or a number of threads.")
         if self.revision and not re.fullmatch(r"[0-9a-f]{40}", self.revision):
             raise TableError(
                 f"{self.name}: revision {self.revision!r} is not a commit; give its 40 hexadecimal digits."

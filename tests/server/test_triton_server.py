@@ -28,7 +28,6 @@ from build_engines.triton_server import (
     ServerOptions,
     TritonInstallation,
     TritonServer,
-    find_tritonserver,
 )
 from tests.server.echo_models import infer, loaded_models, write_repository
 
@@ -44,16 +43,6 @@ time.sleep(600)
 """
 
 Start = Callable[..., TritonServer]
-
-
-@pytest.fixture(scope="module")
-def installation() -> TritonInstallation:
-    try:
-        return find_tritonserver()
-    except ServerError as error:
-        if os.environ.get("TRITON_RERANK_REQUIRE_TRITON") == "1":
-            pytest.fail(f"TRITON_RERANK_REQUIRE_TRITON=1, but {error}")
-        pytest.skip(str(error))
 
 
 @pytest.fixture
