@@ -105,7 +105,12 @@ def _verify(
     from build_engines.verify import Verifier, verify  # noqa: PLC0415
 
     reranker = request.reranker
-    candidates = _within_budget(read_pairs(request.pairs))
+    given = read_pairs(request.pairs)
+    candidates = _within_budget(given)
+    if len(candidates) < len(given):
+        steps.console.print(
+            f"          verify uses the first {len(candidates)} of {len(given)} queries ({MAX_VERIFY_PAIRS} pairs)"
+        )
 
     def make(out: Path) -> dict[str, Any]:
         verifier = Verifier(reranker, pairing.folder, int(checkpoint.config["vocab_size"]), candidates)
