@@ -30,7 +30,7 @@ MAX_VERIFY_PAIRS = 2000
 
 @dataclass(frozen=True, slots=True)
 class BuildRequest:
-    """What to build and where to. `target` onnx stops at the verified FP32 graph and installs nothing."""
+    """What to build and where to. `target` onnx stops at the FP32 graph, which equals PyTorch."""
 
     reranker: Reranker
     target: Target
@@ -46,10 +46,12 @@ def build(request: BuildRequest, console: Console) -> Installed | Path:
     """
     reranker = request.reranker
     steps = Steps(request.build_folder / reranker.name, console)
+    # A mistake in this file should show before the long steps.
+    given = read_pairs(request.pairs)
     console.print(f"Building [bold]{reranker.name}[/bold] for {request.target} from {reranker.checkpoint}")
     with console.status("fetch ..."):
         checkpoint = fetch(reranker)
-    console.print(f"[bold]fetch    [/bold] {len(checkpoint.files)} files with known hashes; {checkpoint.folder}")
+    console.print(f"[bold]fetch    [/bold] {len(checkpoint.files)} files hashed; {checkpoint.folder}")
     shape = _row(reranker, "head", "segment_ids", "max_length", "buckets", "max_batch_size")
     source = {"checkpoint": dict(checkpoint.files), "row": shape}
     pairing = steps.run(
@@ -62,7 +64,7 @@ def build(request: BuildRequest, console: Console) -> Installed | Path:
     if reranker.precision != "fp32":
         quantize = functools.partial(_quantize, fp32.folder / "model.onnx")
         int8 = steps.run("quantize", {"graph": dict(fp32.files)} | _code("quantize"), quantize)
-    report = _verify(request, steps, checkpoint, pairing, fp32, int8)
+    report = _verify(request, given, steps, checkpoint, pairing, fp32, int8)
     shipped = int8 if int8 is not None and report.facts["precision"] == "int8" else fp32
     console.print(f"          ships {report.facts['precision'].upper()}: {report.facts['reason']}")
     installed = install(
@@ -96,6 +98,7 @@ def _quantize(graph: Path, out: Path) -> dict[str, Any]:
 
 def _verify(
     request: BuildRequest,
+    given: list[Candidates],
     steps: Steps,
     checkpoint: Checkpoint,
     pairing: StepResult,
@@ -105,7 +108,6 @@ def _verify(
     from build_engines.verify import Verifier, verify  # noqa: PLC0415
 
     reranker = request.reranker
-    given = read_pairs(request.pairs)
     candidates = _within_budget(given)
     if len(candidates) < len(given):
         steps.console.print(
@@ -123,6 +125,7 @@ def _verify(
             TimeRemainingColumn(),
             console=steps.console,
             transient=True,
+            disable=not steps.console.is_terminal,
         )
         with bar:
             task = bar.add_task("verify", total=passes * len(candidates))

@@ -74,7 +74,7 @@ def write_configs(repository: Path, reranker: Reranker, version: int) -> list[Pa
         temporary.replace(path)
         written.append(path)
     # Triton wants a version folder even for an ensemble, which has no files; git keeps no empty folder.
-    keep = repository / reranker.name / "1" / ".gitkeep"
+    keep = repository / reranker.name / str(version) / ".gitkeep"
     keep.parent.mkdir(parents=True, exist_ok=True)
     if not keep.exists():
         keep.touch()
@@ -90,6 +90,8 @@ def _ensemble(reranker: Reranker, version: int) -> pb.ModelConfig:
     return pb.ModelConfig(
         name=reranker.name,
         platform="ensemble",
+        # The ensemble has the number of its parts, so that every answer says which version gave it.
+        version_policy=_served(version),
         max_batch_size=reranker.max_batch_size,
         input=_texts(),
         output=[_output("SCORE", pb.TYPE_FP32, 1), _output("TOKENS", pb.TYPE_INT32, 1)],

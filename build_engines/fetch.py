@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from build_engines.table import Reranker
 
 FAMILIES = ("bert", "roberta", "xlm-roberta")
 # Everything the build reads, and nothing that could run code when it is loaded.
-_PATTERNS = ("*.json", "*.safetensors", "1_Pooling/config.json")
+_PATTERNS = ("*.json", "*.safetensors")
 _WEIGHTS_INDEX = "model.safetensors.index.json"
 
 
@@ -69,16 +70,21 @@ def _package_folder(place: str) -> Path:
 
 
 def _download(hub_id: str, revision: str) -> Path:
+    if not revision:
+        raise CheckpointError(
+            f"There is no folder {hub_id!r} here, and as a hub id it needs a revision: the commit's 40 hexadecimal "
+            "digits, as revision in rerankers.toml or with --revision."
+        )
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - heavy, and folders do not need it
 
-    if not revision:
-        raise CheckpointError(f"{hub_id} has no revision. Pin a commit in rerankers.toml: revision = <40 hex digits>.")
+    # It reports each of its retries; the last error says it all.
+    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
     try:
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(_PATTERNS)))
     except Exception as error:  # the hub client raises its own, its HTTP library's and the operating system's errors
         raise CheckpointError(
-            f"Cannot download {hub_id} at {revision}: {error}. Without a hub, copy the checkpoint to a folder and pass "
-            "--checkpoint DIR."
+            f"Cannot download {hub_id} at {revision}: {str(error).rstrip('.')}. Without a hub, copy the checkpoint to "
+            "a folder and pass --checkpoint DIR."
         ) from error
 
 

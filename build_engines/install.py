@@ -40,7 +40,11 @@ def install(
     live = pinned_version(repository, reranker)
     versions = installed_versions(repository, reranker)
     for version in versions:
-        if _same(read_manifest(repository, reranker, version), manifest) and _same_code(repository, reranker, version):
+        installed = read_manifest(repository, reranker, version)
+        if _same(installed, manifest) and _same_code(repository, reranker, version):
+            if installed.get("report") != manifest.get("report"):  # verified anew, on other pairs
+                for model in (reranker.tokenizer, reranker.scorer):
+                    _write_manifest(repository / model / str(version), manifest)
             return Installed(version, version == live, new=False)
     # The version that the ensemble names comes first; its folder holds nothing but code until then.
     version = live if live not in versions else max(_folders(repository, reranker)) + 1
@@ -126,8 +130,14 @@ def _prepare(
             shutil.copyfile(file, work / file.name)
     for file in built:
         shutil.copyfile(file, work / file.name)
-    (work / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+    _write_manifest(work, manifest)
     return work
+
+
+def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    temporary = folder / f".{MANIFEST}"
+    temporary.write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+    temporary.replace(folder / MANIFEST)
 
 
 def _place(work: Path, target: Path) -> None:

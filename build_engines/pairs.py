@@ -3,8 +3,8 @@
 
     {"query": "...", "documents": ["...", "..."], "relevance": [1, 0]}
 
-`relevance` is optional, one grade per document; with it nDCG@10 is computed. It is the format that
-`triton-rerank batch` reads, so that a log of real requests can be used as it is.
+`relevance` is optional, one grade per document; with it nDCG@10 is computed. Otherwise it is the format that
+`triton-rerank batch` reads, in which a document may also be an object with a `text`.
 """
 
 from __future__ import annotations
@@ -47,9 +47,11 @@ def _row(line: str, place: str) -> Candidates:
         query, documents, relevance = row["query"], row["documents"], row.get("relevance")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise PairsError(f'{place}: expected {{"query": "...", "documents": ["..."]}}, got {line[:80]!r}.') from error
-    texts = [query, *documents] if isinstance(documents, list) else [None]
-    if not all(isinstance(text, str) for text in texts) or not query.strip() or len(documents) < 2:
-        raise PairsError(f"{place}: query must be a text, documents at least two texts.")
+    if not isinstance(documents, list) or not documents:
+        raise PairsError(f"{place}: documents must be a list of at least one text.")
+    documents = [document.get("text") if isinstance(document, dict) else document for document in documents]
+    if not all(isinstance(text, str) for text in (query, *documents)) or not query.strip():
+        raise PairsError(f"{place}: query must be a text that is not blank, and every document a text.")
     if relevance is None:
         return Candidates(query, tuple(documents))
     grades = (

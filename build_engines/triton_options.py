@@ -148,5 +148,8 @@ def _bind(bound: contextlib.ExitStack, host: str, port: int | None, field: str) 
     except OSError as error:
         why = "is already in use" if error.errno == errno.EADDRINUSE else f"cannot be listened on: {error.strerror}"
         where = f"{host}:{port}" if port is not None else host
-        raise ServerError(f"{where} {why}. Set {field} to another port, or to None for a free one.") from error
+        what = field.removesuffix("_port")
+        raise ServerError(
+            f"{where} {why}. Choose another address or port for {what}, or let a free port be chosen."
+        ) from error
     return int(listener.getsockname()[1])

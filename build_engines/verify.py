@@ -134,7 +134,7 @@ def verify(
         "fp32_ndcg_at_10": verifier.ndcg(fp32),
         "fp32_neighbour_effect": effect,
     }
-    chosen, reason = "fp32", "the table asks for fp32"
+    chosen, reason = "fp32", "precision is set to fp32"
     if int8_graph is not None:
         candidate = verifier.open(int8_graph, "int8")
         int8 = verifier.score(candidate, advance)
@@ -147,13 +147,15 @@ def verify(
             "int8_speedup": speedup,
             "gates": [asdict(gate) | {"passed": gate.passed} for gate in gates],
         }
-        chosen, reason = _choose(reranker, gates, speedup, facts["int8_neighbour_effect"])
+        chosen, reason = _choose(reranker, gates, speedup, facts["int8_neighbour_effect"], facts["queries"])
     facts |= {"precision": chosen, "reason": reason}
     (out / "report.json").write_text(json.dumps(facts, indent=2), encoding="utf-8")
     return facts
 
 
-def _choose(reranker: Reranker, gates: list[Gate], speedup: float, neighbour_effect: float) -> tuple[str, str]:
+def _choose(
+    reranker: Reranker, gates: list[Gate], speedup: float, neighbour_effect: float, queries: int
+) -> tuple[str, str]:
     failed = [str(gate) for gate in gates if not gate.passed]
     if neighbour_effect > 0:
         failed.append(f"a neighbour changes an INT8 score by {neighbour_effect:.2e}")
@@ -165,6 +167,7 @@ def _choose(reranker: Reranker, gates: list[Gate], speedup: float, neighbour_eff
     if failed:
         return "fp32", f"INT8 is outside its gates: {'; '.join(failed)}"
     passed = "; ".join(map(str, gates))
+    passed += f" (on {queries} queries)"
     if reranker.precision == "auto" and speedup < MINIMUM_SPEEDUP:
         return "fp32", f"INT8 passes its gates but is only {speedup:.2f} x as fast"
     return "int8", f"{speedup:.2f} x as fast as FP32 and inside its gates: {passed}"

@@ -49,7 +49,8 @@ class BaseClient:
         timeout_s: Seconds a whole call may take, unless the call says otherwise.
         max_retries: How often a request is sent again while the server is unavailable or overloaded.
         max_concurrent_requests: Requests of one call in flight; a call of more than the model's
-            `max_batch_size` documents becomes several requests.
+            `max_batch_size` documents becomes several requests. Two keep a scorer busy; more make other
+            callers wait, and are still scored when the call ends early.
         headers: Metadata for every request.
         bearer_token: Sent as `authorization: Bearer ...`; use it with `tls`.
         tls: Encrypt the connection; None is plaintext.
@@ -66,8 +67,8 @@ class BaseClient:
         model: str,
         text_key: str = "text",
         timeout_s: float = 30.0,
-        max_retries: int = 2,
-        max_concurrent_requests: int = 8,
+        max_retries: int = 5,
+        max_concurrent_requests: int = 2,
         headers: Mapping[str, str] | None = None,
         bearer_token: str | None = None,
         tls: Tls | None = None,

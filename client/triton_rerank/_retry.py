@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ._errors import RerankError, ServerUnavailable
 
-# Long enough for a queue of a few batches to drain.
+# With five retries the spans add up to 3 s: enough for a model that is being loaded again.
 _FIRST_DELAY_S = 0.1
 # A server that restarts takes minutes; asking more rarely than this gains it nothing.
 _LONGEST_DELAY_S = 5.0

@@ -38,9 +38,15 @@ class Serving:
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
         self.grpc_url = self._await(r"gRPC +(\S+)")
-        # Named like the server's shared memory.
-        self.identity = self._await(r"log +\S*/(rerank-[0-9a-f]{12})\S*/tritonserver\.log\n")
+        self._await(r"log +(\S+)\n")
         self.family = psutil.Process(process.pid).children(recursive=True)
+        # What the names of the server's shared memory begin with.
+        self.identity = next(
+            argument.removeprefix("--id=")
+            for child in self.family
+            for argument in child.cmdline()
+            if "--id=" in argument
+        )
 
     def end(self, number: int) -> int:
         """Send a signal to the command alone, as a service manager does, and return its exit status."""
@@ -66,7 +72,8 @@ class Serving:
 @contextlib.contextmanager
 def serve(served: Served, *prefix: str) -> Iterator[Serving]:
     ports = [argument for service in ("grpc", "http", "metrics") for argument in (f"--{service}-port", "0")]
-    command = [*prefix, *BUILD_ENGINES, "serve", LIGHT, "--repository", str(served.repository), *ports]
+    log = ("--log", str(served.repository.parent / "serve.log"))
+    command = [*prefix, *BUILD_ENGINES, "serve", LIGHT, "--repository", str(served.repository), *ports, *log]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
             yield Serving(process)
@@ -120,6 +127,13 @@ def test_serve_with_nothing_built_names_the_command_that_builds(tmp_path: Path) 
     assert done.returncode == 1
     assert f"Not built in {tmp_path}" in done.stderr
     assert f"python -m build_engines build {LIGHT}" in done.stderr
+
+
+def test_serve_on_a_port_that_is_none_says_which_are_allowed(served: Served) -> None:
+    done = run(*BUILD_ENGINES, "serve", LIGHT, "--repository", str(served.repository), "--grpc-port", "99999")
+    assert done.returncode == 1
+    assert "1 to 65535" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_serve_of_an_unknown_name_lists_the_known_ones(served: Served) -> None:

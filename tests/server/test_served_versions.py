@@ -76,11 +76,12 @@ class Traffic:
 
     def _ask(self, client: RerankClient) -> str:
         try:
-            (score,) = client.score([(QUERY, DOCUMENT)])
+            (hit,) = client.rerank(QUERY, [DOCUMENT])
         except (ServerUnavailable, ModelNotFound):
             return GAP
-        known = [version for version, expected in self._scores.items() if abs(score - expected) < 1e-4]
-        return known[0] if known else f"a score of neither version, {score}"
+        if abs(hit.score - self._scores.get(f"version {hit.model_version}", float("inf"))) < 1e-4:
+            return f"version {hit.model_version}"
+        return f"a score that is not of the version named, {hit}"
 
 
 def test_version_1_answers_until_version_2_is_pinned_and_loaded(copy: Served, installation: TritonInstallation) -> None:

@@ -189,6 +189,6 @@ def test_fp32_and_onnx_skip_what_they_do_not_need(tmp_path: Path) -> None:
     assert not (tmp_path / "repository").exists()
     second = run(replace(request, target="cpu"))
     assert second.installed == Installed(1, live=True, new=True)
-    assert "ships FP32: the table asks for fp32" in second.said
+    assert "ships FP32: precision is set to fp32" in second.said
     assert "quantize" not in second.said
     assert {path.name for path in (tmp_path / "build" / "tiny").iterdir()} == {"pairing", "export", "verify"}

@@ -41,6 +41,11 @@ def test_windows_line_ends_are_read(tmp_path: Path) -> None:
     assert len(read_pairs(tmp_path / "pairs.jsonl")) == 2
 
 
+def test_a_document_may_be_an_object_with_a_text_as_in_a_log_of_requests(tmp_path: Path) -> None:
+    path = write(tmp_path / "pairs.jsonl", {"query": "panda", "documents": [{"id": 1, "text": "a bear"}]})
+    assert read_pairs(path)[0].documents == ("a bear",)
+
+
 @pytest.mark.parametrize(
     ("row", "says"),
     [
@@ -50,9 +55,10 @@ def test_windows_line_ends_are_read(tmp_path: Path) -> None:
         ({"documents": ["a", "b"]}, "expected"),
         (GOOD | {"query": " \n"}, "query must be a text"),
         (GOOD | {"query": 3}, "query must be a text"),
-        (GOOD | {"documents": ["one"]}, "documents at least two texts"),
-        (GOOD | {"documents": "text"}, "documents at least two texts"),
-        (GOOD | {"documents": ["a", None]}, "documents at least two texts"),
+        (GOOD | {"documents": []}, "documents must be a list of at least one text"),
+        (GOOD | {"documents": "text"}, "documents must be a list of at least one text"),
+        (GOOD | {"documents": ["a", None]}, "every document a text"),
+        (GOOD | {"documents": ["a", {"body": "b"}]}, "every document a text"),
         (GOOD | {"relevance": [1]}, "one number of at least 0 for each of 2 documents"),
         (GOOD | {"relevance": [1, -1]}, "one number of at least 0"),
         (GOOD | {"relevance": [1, "2"]}, "one number of at least 0"),

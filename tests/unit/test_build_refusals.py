@@ -103,7 +103,7 @@ def test_a_config_that_is_none(folder: Path, content: str | None) -> None:
     ("source", "says"),
     [
         ("some/where/else", "neither a folder, a hub id (owner/name) nor package:MODULE/FOLDER"),
-        ("owner/name", "Pin a commit in rerankers.toml"),
+        ("owner/name", "as a hub id it needs a revision"),
         ("package:no_such_module/model", "is not installed. Run: make setup"),
     ],
 )

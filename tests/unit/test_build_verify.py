@@ -155,7 +155,7 @@ def test_auto_ships_fp32_where_int8_is_hardly_faster(run: Run) -> None:
 
 def test_fp32_is_verified_alone(run: Run) -> None:
     facts = run("fp32", IMPOSSIBLE)
-    assert (facts["precision"], facts["reason"]) == ("fp32", "the table asks for fp32")
+    assert (facts["precision"], facts["reason"]) == ("fp32", "precision is set to fp32")
     assert "gates" not in facts
 
 

@@ -154,7 +154,7 @@ async def test_a_failing_request_names_its_documents_and_the_others_are_cancelle
     documents = ["x" * (100 - row) for row in range(12)]  # longest first: requests are rows 0-3, 4-7, 8-11
     script.closed_gate, script.fail_when_in_flight = True, 3
     script.fault_for = lambda pairs: (grpc.StatusCode.INTERNAL, "bad row") if (QUERY, documents[5]) in pairs else None
-    async with connect(kind, script.url, timeout_s=20) as client:
+    async with connect(kind, script.url, timeout_s=20, max_concurrent_requests=3) as client:
         error = await failure(client, QUERY, documents)
     assert type(error) is ServerError
     assert "documents 4-7 (4 of 12)" in str(error)

@@ -127,6 +127,10 @@ class GraphScorer:
         lengths = np.concatenate([request.lengths for request in requests])
         owners = [(request, row) for request in requests for row in range(len(request.lengths))]
         runs = plan_runs(lengths, tokens_per_run=self.tokens_per_run, threads=self.threads)
+        pool = self._pool if 2 * len(runs) > self.threads else None
+        if pool is None:
+            # One run after the other, on all threads: nothing is gained by cutting them to a thread's share.
+            runs = plan_runs(lengths, tokens_per_run=self.tokens_per_run, threads=1)
         self.real_tokens = int(lengths.sum())
         self.run_tokens = sum(len(rows) * int(lengths[rows[0]]) for rows in runs)
         scores = np.empty((len(lengths), 1), dtype=np.float32)
@@ -135,8 +139,8 @@ class GraphScorer:
             feed = self._gather([owners[row] for row in rows], int(lengths[rows[0]]))
             scores[rows] = session.run(None, feed)[0]
 
-        if self._pool is not None and 2 * len(runs) > self.threads:
-            list(self._pool.map(lambda rows: run(self._shared, rows), runs))
+        if pool is not None:
+            list(pool.map(lambda rows: run(self._shared, rows), runs))
         else:
             for rows in runs:
                 run(self._alone, rows)

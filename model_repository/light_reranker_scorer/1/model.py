@@ -53,11 +53,18 @@ class TritonPythonModel:
             except InputError as error:
                 answers[index] = _error(str(error), pb_utils.TritonError.INVALID_ARG)
         if accepted:
-            scores = self._scorer.score([pairs for _, pairs in accepted])
-            for (index, _), rows in zip(accepted, scores, strict=True):
-                answers[index] = _response(rows)
+            for (index, _), answer in zip(accepted, self._score([pairs for _, pairs in accepted]), strict=True):
+                answers[index] = answer
             self._metrics.publish(self._scorer)
         return answers
+
+    def _score(self, requests: list[PaddedPairs]) -> list[Any]:
+        try:
+            return [_response(rows) for rows in self._scorer.score(requests)]
+        except Exception as error:  # onnxruntime does not say for which rows
+            if len(requests) > 1:
+                return [self._score([pairs])[0] for pairs in requests]
+            return [_error(f"The graph cannot score this request: {error}", pb_utils.TritonError.INTERNAL)]
 
 
 class TokenMetrics:
