@@ -42,8 +42,8 @@ def run_demo(arguments: argparse.Namespace, console: Console) -> int:
         seconds = time.perf_counter() - started
         pairs = sum(len(query.documents) for query in sample)
         console.print(
-            f"{len(sample)} queries, {pairs} pairs in {seconds:.2f} s; the right document came first for {first} of "
-            f"{len(sample)} queries."
+            f"{len(sample)} queries, {pairs} pairs in {seconds:.2f} s. The wrong documents are near misses; "
+            f"the right one came first for {first} of {len(sample)} queries."
         )
     finally:
         server.stop()

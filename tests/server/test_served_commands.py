@@ -94,7 +94,8 @@ def assert_nothing_is_left(serving: Serving) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_serve_answers_until_it_is_told_to_end_and_leaves_nothing(served: Served, number: signal.Signals) -> None:
-    with serve(served) as serving:
+    # What runs the tests may ignore SIGINT, and the command would inherit that.
+    with serve(served, "env", "--default-signal=INT") as serving:
         assert len(serving.family) >= 3, "a server and the backends of two models"
         assert list(Path("/dev/shm").glob(f"{serving.identity}*"))  # noqa: S108
         with RerankClient(serving.grpc_url, model=LIGHT) as client:

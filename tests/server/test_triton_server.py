@@ -229,7 +229,8 @@ def test_a_parent_that_is_killed_takes_the_server_with_it(installation: TritonIn
 @pytest.mark.parametrize("field", ["grpc_port", "http_port", "metrics_port"])
 def test_a_fixed_port_that_is_taken_is_named_before_anything_starts(start: Start, field: str) -> None:
     listener, port = taken_port()
-    with listener, pytest.raises(ServerError, match=rf"127.0.0.1:{port} is already in use. Set {field} to"):
+    what = rf"127.0.0.1:{port} is already in use. Choose another address or port for {field.removesuffix('_port')}"
+    with listener, pytest.raises(ServerError, match=what):
         start("echo", **{field: port})
 
 

@@ -230,7 +230,7 @@ class Awaited:
 
 @asynccontextmanager
 async def connect(kind: str, url: str, *, model: str = "m", **settings: Any) -> AsyncIterator[Any]:
-    """A client of either kind, `sync` or `async`; with more requests in flight than by default, so that tests see them."""
+    """A client of either kind, `sync` or `async`, with more requests in flight than by default for tests to see."""
     settings = {"max_concurrent_requests": 8} | settings
     if kind == "async":
         async with AsyncRerankClient(url, model=model, **settings) as client:
