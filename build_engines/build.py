@@ -81,7 +81,7 @@ def build(request: BuildRequest, console: Console) -> Installed | Path:
 def _pairing(checkpoint: Checkpoint, reranker: Reranker, out: Path) -> dict[str, Any]:
     from build_engines.pairing import write_pairing  # noqa: PLC0415
 
-    return {"golden_pairs": write_pairing(checkpoint, reranker, out)["golden_pairs"]}
+    return write_pairing(checkpoint, reranker, out)
 
 
 def _export(checkpoint: Checkpoint, reranker: Reranker, out: Path) -> dict[str, Any]:
@@ -194,6 +194,5 @@ def _say_installed(console: Console, request: BuildRequest, installed: Installed
     if not installed.live:
         console.print(
             f"          {name} serves another version; to serve this one: python -m build_engines pin {name} "
-            f"{installed.version}",
-            highlight=False,
+            f"{installed.version}"
         )

@@ -69,7 +69,7 @@ def write_pairing(checkpoint: Checkpoint, reranker: Reranker, out: Path) -> dict
     )
     (out / "pairing.json").write_text(json.dumps(asdict(pairing), ensure_ascii=False), encoding="utf-8")
     pair_encoding.PairEncoder.load(out, cache_bytes=1 << 20, max_text_bytes=1 << 20)
-    return {"layout": layout, "golden_pairs": len(pairing.golden)}
+    return {"golden_pairs": len(pairing.golden)}
 
 
 def without_control_tokens(source: dict[str, Any], control: set[int]) -> dict[str, Any]:
@@ -155,12 +155,12 @@ def _golden(
     reference: Any, served: Any, layout: dict[str, Any], reranker: Reranker, source: dict[str, Any]
 ) -> tuple[pair_encoding.GoldenPair, ...]:
     typed = " ".join(token["content"] for token in source["added_tokens"] if token["special"])
+    prefix, middle, suffix = layout["prefix_ids"], layout["middle_ids"], layout["suffix_ids"]
+    control = len(prefix) + len(middle) + len(suffix)
     golden = []
     for query, document in [*_GOLDEN_TEXTS, (typed, typed)]:
         # The checkpoint's tokenizer makes typed control tokens control ids; that text is golden against ourselves.
         q, d = (_ids(served if text == typed else reference, text) for text in (query, document))
-        prefix, middle, suffix = layout["prefix_ids"], layout["middle_ids"], layout["suffix_ids"]
-        control = len(prefix) + len(middle) + len(suffix)
         kept = q[: reranker.query_max]
         room = reranker.max_length - control - len(kept)
         ids = (*prefix, *kept, *middle, *d[:room], *suffix)

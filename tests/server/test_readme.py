@@ -21,6 +21,7 @@ from tests.server.served import INT8
 
 TEXT = README.read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```python\n(.*?)```\n+```text\n(.*?)```", TEXT, re.DOTALL)
+PROGRAMS = {"python -m build_engines": build_engines_main, "triton-rerank": triton_rerank_main}
 COMMANDS = [
     line.partition("#")[0].replace("\\", " ").strip()
     for block in re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)
@@ -47,23 +48,19 @@ def test_the_readme_has_examples_and_commands() -> None:
     assert len(COMMANDS) > 8
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("python -m build_engines")])
-def test_each_build_command_of_the_readme_is_understood(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith(tuple(PROGRAMS))])
+def test_each_command_of_the_readme_is_understood(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    program = next(program for program in PROGRAMS if command.startswith(program))
     # --help after valid arguments exits with 0; argparse refuses an unknown command or option before it gets there.
     with pytest.raises(SystemExit) as ended:
-        build_engines_main([*shlex.split(command)[3:], "--help"])
+        PROGRAMS[program]([*shlex.split(command.removeprefix(program)), "--help"])
     assert ended.value.code == 0
     usage = capsys.readouterr().out
     assert all(option in usage for option in re.findall(r"--[a-z-]+", command))
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("triton-rerank")])
-def test_each_client_command_of_the_readme_is_understood(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        triton_rerank_main([*shlex.split(command)[1:], "--help"])
-    assert ended.value.code == 0
-    usage = capsys.readouterr().out
-    assert all(option in usage for option in re.findall(r"--[a-z-]+", command))
+def test_the_readme_shows_both_programs() -> None:
+    assert all(any(command.startswith(program) for command in COMMANDS) for program in PROGRAMS)
 
 
 @pytest.mark.parametrize("target", sorted({word for c in COMMANDS if c.startswith("make ") for word in c.split()[1:]}))

@@ -1,13 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the unit tests share: tiny models, built once a session."""
+"""What the unit tests share: tiny models, built once a session, and a server that does as it is told."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
+from tests.unit.scripted_triton import ScriptedTriton, serve
 from tests.unit.tiny_models import TinyModels
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
     return TinyModels(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(params=["sync", "async"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """Which of the two clients, for `connect`."""
+    return str(request.param)
+
+
+@pytest.fixture
+def script() -> Iterator[ScriptedTriton]:
+    script = ScriptedTriton()
+    with serve(script):
+        yield script

@@ -17,11 +17,6 @@ GOOD = ["a document"]
 SURROGATE = "broken \ud83d text"
 
 
-@pytest.fixture(params=["sync", "async"])
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture(scope="module")
 def script() -> Iterator[ScriptedTriton]:
     script = ScriptedTriton()

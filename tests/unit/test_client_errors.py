@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -29,18 +28,6 @@ from tests.unit.scripted_triton import NOT_READY, QUEUE_FULL, ScriptedTriton, co
 
 QUERY = "what is a panda?"
 DOCUMENTS = [f"document {row}" for row in range(10)]
-
-
-@pytest.fixture(params=["sync", "async"])
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def script() -> Iterator[ScriptedTriton]:
-    script = ScriptedTriton()
-    with serve(script):
-        yield script
 
 
 async def failure(client: Any, *args: Any, **settings: Any) -> RerankError:

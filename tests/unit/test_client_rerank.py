@@ -21,11 +21,6 @@ from tests.unit.scripted_triton import ScriptedTriton, connect, score_of, serve,
 QUERY = "what is a panda?"
 
 
-@pytest.fixture(params=["sync", "async"])
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture
 def script() -> Iterator[ScriptedTriton]:
     script = ScriptedTriton(max_batch_size=64)

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import traceback
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -17,18 +16,6 @@ from triton_rerank import AuthenticationError, InvalidRequest, Keepalive, Rerank
 from tests.unit.scripted_triton import ScriptedTriton, connect, serve
 
 SECRET = "s3cret-token-of-mine"
-
-
-@pytest.fixture(params=["sync", "async"])
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def script() -> Iterator[ScriptedTriton]:
-    script = ScriptedTriton()
-    with serve(script):
-        yield script
 
 
 async def test_headers_and_bearer_token_arrive_as_metadata(kind: str, script: ScriptedTriton) -> None:

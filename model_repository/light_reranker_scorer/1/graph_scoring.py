@@ -116,10 +116,10 @@ class GraphScorer:
         self.real_tokens = 0
         self.run_tokens = 0
         size_bytes = sum(file.stat().st_size for file in path.parent.glob(f"{path.name}*"))
-        self._parallel = threads > 1 and size_bytes <= ONE_SESSION_BYTES
-        self._shared = _session(path, threads=1) if self._parallel else None
+        parallel = threads > 1 and size_bytes <= ONE_SESSION_BYTES
+        self._shared = _session(path, threads=1) if parallel else None
         self._alone = _session(path, threads=threads)
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="score") if self._parallel else None
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="score") if parallel else None
         self.input_names = frozenset(node.name for node in self._alone.get_inputs())
 
     def score(self, requests: Sequence[PaddedPairs]) -> list[NDArray[np.float32]]:
