@@ -6,6 +6,7 @@ BuildError                 what was given, what is allowed, what to do next; the
 ├─ CheckpointError         the checkpoint cannot be had, or is not a reranker this project can serve faithfully
 ├─ PairsError              a file of query/document pairs cannot be read or is too small
 ├─ ExportError             the exported graph is not the model
+├─ EngineError             TensorRT refuses the graph, is missing, or has no GPU to build for
 ├─ GateError               a candidate would rank or score differently from the reference
 ├─ InstallError            the repository cannot take the version
 └─ ServerError             tritonserver is missing, did not start, or died
@@ -32,6 +33,10 @@ class PairsError(BuildError):
 
 class ExportError(BuildError):
     """The exported graph is not the model."""
+
+
+class EngineError(BuildError):
+    """TensorRT refuses the graph, is missing, or has no GPU to build for; or a plan does not fit this machine."""
 
 
 class GateError(BuildError):

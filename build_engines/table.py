@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -13,7 +14,12 @@ from typing import Any, Literal, get_args
 from build_engines.errors import TableError
 
 Head = Literal["sequence_classification", "bi_encoder"]
-Precision = Literal["auto", "int8", "fp32"]
+Precision = Literal["auto", "int8", "fp16", "bf16", "fp32"]
+BasePrecision = Literal["fp16", "bf16"]
+HardwareCompatibility = Literal["none", "ampere_plus", "same_compute_capability"]
+
+# TensorRT's fused INT8 attention ends here (TensorRT developer guide, "Fused Attention").
+INT8_ATTENTION_MAX_LENGTH = 512
 
 DEFAULT_TABLE = Path(__file__).with_name("rerankers.toml")
 
@@ -35,6 +41,27 @@ class Gates:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What TensorRT's builder is told. `workspace_gib` 0 leaves it the whole device memory."""
+
+    workspace_gib: float = 0.0
+    optimization_level: int = 3
+    version_compatible: bool = False
+    hardware_compatibility: HardwareCompatibility = "none"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.workspace_gib < math.inf:
+            raise TableError(f"engine.workspace_gib is {self.workspace_gib}; use 0 (no limit) or more.")
+        if self.optimization_level not in range(6):
+            raise TableError(f"engine.optimization_level is {self.optimization_level}; TensorRT knows 0 to 5.")
+        if self.hardware_compatibility not in get_args(HardwareCompatibility):
+            raise TableError(
+                f"engine.hardware_compatibility is {self.hardware_compatibility!r}; "
+                f"use one of {get_args(HardwareCompatibility)}."
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class Reranker:
     """One row: a reranker, its checkpoint and its limits. Lengths are in tokens."""
 
@@ -47,6 +74,12 @@ class Reranker:
     max_batch_size: int
     precision: Precision
     gates: Gates
+    base_gates: Gates
+    opt_batch_size: int
+    base_precision: BasePrecision
+    int8_attention: bool
+    search_budget: float
+    engine: EngineOptions
     cpu_threads: int = 0
     revision: str = ""
     sha256: Mapping[str, str] = field(default_factory=dict)
@@ -55,7 +88,7 @@ class Reranker:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z][a-z0-9_]*", self.name):
             raise TableError(f"{self.name!r} cannot name a reranker; use lower-case letters, digits and underscores.")
-        for name, allowed in (("head", Head), ("precision", Precision)):
+        for name, allowed in (("head", Head), ("precision", Precision), ("base_precision", BasePrecision)):
             if getattr(self, name) not in get_args(allowed):
                 raise TableError(f"{self.name}: {name} is {getattr(self, name)!r}; use one of {get_args(allowed)}.")
         buckets = self.buckets
@@ -67,6 +100,17 @@ class Reranker:
             )
         if not 1 <= self.max_batch_size <= 1024:
             raise TableError(f"{self.name}: max_batch_size is {self.max_batch_size}; use 1 to 1024.")
+        if not 1 <= self.opt_batch_size <= self.max_batch_size:
+            raise TableError(
+                f"{self.name}: opt_batch_size is {self.opt_batch_size}; use 1 to max_batch_size ({self.max_batch_size})."
+            )
+        if not 0 <= self.search_budget < 1:
+            raise TableError(f"{self.name}: search_budget is {self.search_budget}; use a share from 0 to below 1.")
+        if self.int8_attention and self.max_length > INT8_ATTENTION_MAX_LENGTH:
+            raise TableError(
+                f"{self.name}: int8_attention needs buckets of at most {INT8_ATTENTION_MAX_LENGTH} tokens (TensorRT fuses "
+                f"no longer INT8 attention); the last is {self.max_length}. Set int8_attention = false."
+            )
         if self.cpu_threads < 0:
             raise TableError(f"{self.name}: cpu_threads is {self.cpu_threads}; use 0 (all) or a number of threads.")
         if self.revision and not re.fullmatch(r"[0-9a-f]{40}", self.revision):
@@ -108,18 +152,23 @@ def find_reranker(name: str, path: Path = DEFAULT_TABLE) -> Reranker:
     return table[name]
 
 
+# Fields that are tables themselves.
+_NESTED: Mapping[str, type[Gates] | type[EngineOptions]] = {"gates": Gates, "base_gates": Gates, "engine": EngineOptions}
+
+
 def _row(name: str, defaults: dict[str, Any], row: Any) -> Reranker:
     if not isinstance(row, dict):
         raise TableError(f"{name} is {row!r}; a reranker is a [{name}] section.")
-    merged = defaults | row
-    gates = defaults.get("gates", {}) | row.get("gates", {})
+    nested = {key: defaults.get(key, {}) | row.get(key, {}) for key in _NESTED}
+    merged = defaults | row | nested
     known = {f.name for f in fields(Reranker)} - {"name"}
     unknown = sorted(set(merged) - known) + sorted(
-        f"gates.{key}" for key in set(gates) - {f.name for f in fields(Gates)}
+        f"{key}.{inner}" for key, kind in _NESTED.items() for inner in set(nested[key]) - {f.name for f in fields(kind)}
     )
     if unknown:
         raise TableError(f"{name}: unknown field {', '.join(unknown)}; known fields: {', '.join(sorted(known))}.")
     try:
-        return Reranker(**merged | {"name": name, "buckets": tuple(merged["buckets"]), "gates": Gates(**gates)})
+        parts = {key: kind(**nested[key]) for key, kind in _NESTED.items()}
+        return Reranker(**merged | parts | {"name": name, "buckets": tuple(merged["buckets"])})
     except (TypeError, KeyError) as error:
         raise TableError(f"{name}: a field is missing or has the wrong type ({error}).") from error
