@@ -6,10 +6,10 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
   $$p -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null && echo $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-unit lint format clean
+.PHONY: help setup demo serve test test-unit test-tensorrt lint format clean
 
 help: ## list what can be made
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(VENV)/.ready ## make the virtual environment in .venv
 
@@ -28,11 +28,14 @@ demo: setup ## build light_reranker, serve it, rank a sample, stop
 serve: setup ## serve everything that is built until Ctrl-C
 	$(BIN)/python -m build_engines serve
 
-test: setup ## run every test, those on a real tritonserver included
+test: setup ## run every test, those on a real tritonserver and a real TensorRT builder included
 	$(BIN)/python -m pytest
 
-test-unit: setup ## run the tests that need no server
+test-unit: setup ## run the tests that need neither a server nor TensorRT
 	$(BIN)/python -m pytest tests/unit
+
+test-tensorrt: setup ## run the tests that build TensorRT engines; needs no GPU, downloads 150 MB once
+	$(BIN)/python -m pytest tests/tensorrt
 
 lint: setup ## ruff and mypy over everything, the serving code included
 	$(BIN)/ruff check .
