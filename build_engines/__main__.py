@@ -20,6 +20,7 @@ from build_engines.errors import BuildError
 from build_engines.install import installed_versions, pin, read_manifest
 from build_engines.pairs import SAMPLE
 from build_engines.places import REPOSITORY
+from build_engines.plan_check import target_of
 from build_engines.readme import README, with_rerankers
 from build_engines.serve import add_serve_arguments, serve
 from build_engines.table import DEFAULT_TABLE, find_reranker, read_table
@@ -134,7 +135,8 @@ def _list(arguments: argparse.Namespace, console: Console) -> int:
             manifest = read_manifest(arguments.repository, reranker, version)
             mark = "serves" if version == live else "      "
             source = manifest["checkpoint"]["source"]
-            console.print(f"  {mark} {version}  {manifest['precision']}  {source}  {manifest['built_at']}")
+            built = f"{target_of(manifest)}  {manifest['precision']}"
+            console.print(f"  {mark} {version}  {built}  {source}  {manifest['built_at']}")
         if not versions:
             console.print(f"  not built: python -m build_engines build {name}")
     return 0

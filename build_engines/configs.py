@@ -81,8 +81,13 @@ def write_configs(repository: Path, reranker: Reranker, version: int) -> list[Pa
     return written
 
 
+def scorer_inputs(reranker: Reranker) -> list[str]:
+    """Return the names of the arrays that the tokenizer makes and the scorer takes, each INT64[pairs, length]."""
+    return ["input_ids", "attention_mask"] + (["token_type_ids"] if reranker.segment_ids else [])
+
+
 def _ensemble(reranker: Reranker, version: int) -> pb.ModelConfig:
-    arrays = _scorer_inputs(reranker)
+    arrays = scorer_inputs(reranker)
     steps = [
         _step(reranker.tokenizer, version, ["QUERY", "DOCUMENT"], [*arrays, "TOKENS"]),
         _step(reranker.scorer, version, arrays, ["SCORE"]),
@@ -110,7 +115,7 @@ def _step(model: str, version: int, inputs: list[str], outputs: list[str]) -> An
 
 
 def _tokenizer(reranker: Reranker, version: int) -> pb.ModelConfig:
-    arrays = [_output(name, pb.TYPE_INT64, -1) for name in _scorer_inputs(reranker)]
+    arrays = [_output(name, pb.TYPE_INT64, -1) for name in scorer_inputs(reranker)]
     return pb.ModelConfig(
         name=reranker.tokenizer,
         backend="python",
@@ -125,7 +130,7 @@ def _tokenizer(reranker: Reranker, version: int) -> pb.ModelConfig:
 
 
 def _cpu_scorer(reranker: Reranker, version: int) -> pb.ModelConfig:
-    inputs = [_ids(name) for name in _scorer_inputs(reranker)]
+    inputs = [_ids(name) for name in scorer_inputs(reranker)]
     for entry in inputs:
         entry.allow_ragged_batch = True
     return pb.ModelConfig(
@@ -149,7 +154,7 @@ def _tensorrt_scorer(reranker: Reranker, version: int) -> pb.ModelConfig:
         default_model_filename="model.plan",
         version_policy=_served(version),
         max_batch_size=reranker.max_batch_size,
-        input=[_ids(name) for name in _scorer_inputs(reranker)],
+        input=[_ids(name) for name in scorer_inputs(reranker)],
         output=[_output("SCORE", pb.TYPE_FP32, 1)],
         instance_group=[pb.ModelInstanceGroup(kind=pb.ModelInstanceGroup.KIND_GPU, count=1, profile=profiles)],
         dynamic_batching=pb.ModelDynamicBatching(),
@@ -158,13 +163,11 @@ def _tensorrt_scorer(reranker: Reranker, version: int) -> pb.ModelConfig:
 
 
 def _warmup(reranker: Reranker, bucket: int) -> Any:
+    # Not random_data, whose ids lie beyond the vocabulary. Zeros in the mask hide each token by adding a finite number:
+    # scores stay finite, and the same kernels run as for a mask of ones, which would need a file beside each config.
     zeros = pb.ModelWarmup.Input(data_type=pb.TYPE_INT64, dims=[bucket], zero_data=True)
-    inputs = dict.fromkeys(_scorer_inputs(reranker), zeros)
+    inputs = dict.fromkeys(scorer_inputs(reranker), zeros)
     return pb.ModelWarmup(name=f"bucket_{bucket}", batch_size=reranker.max_batch_size, inputs=inputs)
-
-
-def _scorer_inputs(reranker: Reranker) -> list[str]:
-    return ["input_ids", "attention_mask"] + (["token_type_ids"] if reranker.segment_ids else [])
 
 
 def _texts() -> list[Any]:

@@ -11,7 +11,7 @@ from triton_rerank import RankedDocument, RerankClient
 
 from build_engines.errors import ServerError
 from build_engines.pairs import SAMPLE, Candidates, read_pairs
-from build_engines.serve import built_rerankers
+from build_engines.serve import check, served_manifests
 from build_engines.table import find_reranker
 from build_engines.triton_server import ServerOptions, TritonServer
 
@@ -22,12 +22,18 @@ _SHOWN = 4
 def run_demo(arguments: argparse.Namespace, console: Console) -> int:
     """Serve light_reranker, rank the sample, print what came back, stop; raise ServerError when it is not built."""
     reranker = find_reranker(_RERANKER, arguments.table)
-    if not built_rerankers(arguments.repository, [reranker]):
+    if not served_manifests(arguments.repository, [reranker]):
         raise ServerError(f"{_RERANKER} is not built. Run: python -m build_engines build {_RERANKER}")
     sample = read_pairs(SAMPLE)
-    options = ServerOptions(repository=arguments.repository, models=(_RERANKER,), config_name="cpu")
+    checked = check(arguments.repository, [reranker], console)
+    options = ServerOptions(
+        repository=arguments.repository,
+        models=checked.models,
+        config_name=checked.config_name,
+        extra_args=checked.extra_args,
+    )
     with console.status("starting tritonserver ..."):
-        server = TritonServer(options)
+        server = TritonServer(options, checked.installation)
         server.start()
     try:
         console.print(f"tritonserver (pid {server.pid}) serves {_RERANKER} at {server.grpc_url}\n")

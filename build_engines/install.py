@@ -16,9 +16,12 @@ from typing import Any
 from build_engines.configs import pinned_version, write_configs
 from build_engines.errors import InstallError
 from build_engines.places import SCORER_CODE, TOKENIZER_CODE
+from build_engines.plan_check import check_row, target_of
 from build_engines.table import Reranker
 
 MANIFEST = "manifest.json"
+# What a scorer loads; weights of more than 2 GB lie beside an ONNX graph.
+_GRAPHS = {"cpu": "model.onnx*", "gpu": "model.plan"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +38,11 @@ def install(
 ) -> Installed:
     """Install a tokenizer and a scorer as one version; an equal one that is already there is kept.
 
-    `manifest` names the hashes of every file; it is written last, so that a folder with a manifest is whole.
+    `manifest` names the hashes of every file; it is written last, so that a folder with a manifest is whole. Raises
+    EngineError for a plan that the row's config.pbtxt cannot serve.
     """
+    if target_of(manifest) == "gpu":
+        check_row(manifest, reranker)
     live = pinned_version(repository, reranker)
     versions = installed_versions(repository, reranker)
     for version in versions:
@@ -52,7 +58,7 @@ def install(
     tokenizer, scorer = (repository / model / str(version) for model in (reranker.tokenizer, reranker.scorer))
     halves = (
         (tokenizer, TOKENIZER_CODE, [pairing / "tokenizer.json", pairing / "pairing.json"]),
-        (scorer, SCORER_CODE, sorted(graph.glob("model.onnx*"))),
+        (scorer, SCORER_CODE, sorted(graph.glob(_GRAPHS[target_of(manifest)]))),
     )
     with ExitStack() as leftovers:
         # Both halves are whole before either is put in place.

