@@ -8,6 +8,7 @@ here that would only multiply the device memory, of which each context holds eno
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -44,9 +45,14 @@ class Runner(Protocol):
         """Give it back."""
 
 
+def import_tensorrt() -> Any:
+    """Import TensorRT under the one name that Polygraphy looks for; the bindings alone have another."""
+    return sys.modules.setdefault("tensorrt", _import_tensorrt())
+
+
 def open_plan(plan: Path, buckets: Sequence[int], max_batch: int) -> Runner:
     """Return an active runner of the plan; raise EngineError unless it fits this machine and has these profiles."""
-    trt = _import_tensorrt()
+    trt = import_tensorrt()
     gpu = find_gpu()
     if gpu is None:
         raise EngineError(
