@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from build_engines.errors import PairsError
 from build_engines.fetch import Checkpoint, fetch
@@ -19,6 +18,7 @@ from build_engines.hashing import sha256_file
 from build_engines.install import Installed, install
 from build_engines.pairs import SAMPLE, Candidates, read_pairs
 from build_engines.places import SCORER_CODE, TOKENIZER_CODE
+from build_engines.progress import bars
 from build_engines.steps import StepResult, Steps, code_hash, tool_versions
 from build_engines.table import Reranker
 
@@ -116,28 +116,17 @@ def _verify(
 
     def make(out: Path) -> dict[str, Any]:
         verifier = Verifier(reranker, pairing.folder, int(checkpoint.config["vocab_size"]), candidates)
-        passes = 1 if int8 is None else 2
-        bar = Progress(
-            TextColumn("verify   "),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("queries"),
-            TimeRemainingColumn(),
-            console=steps.console,
-            transient=True,
-            disable=not steps.console.is_terminal,
-        )
-        with bar:
-            task = bar.add_task("verify", total=passes * len(candidates))
+        total = (1 if int8 is None else 2) * len(candidates)
+        with bars(steps.console)("verify", "queries", total) as advance:
             int8_graph = None if int8 is None else int8.folder / "model.onnx"
-            return verify(verifier, fp32.folder / "model.onnx", int8_graph, out, lambda: bar.advance(task))
+            return verify(verifier, fp32.folder / "model.onnx", int8_graph, out, advance)
 
     inputs = {
         "pairing": dict(pairing.files),
         "fp32": dict(fp32.files),
         "int8": dict(int8.files) if int8 else None,
         "pairs": sha256_file(request.pairs),
-        "row": _row(reranker, "precision", "gates"),
+        "row": _row(reranker, "precision", "gates", "ndcg_above_chance"),
     } | _code("verify", "quality", "pair_encoding", "graph_scoring")
     return steps.run("verify", inputs, make)
 

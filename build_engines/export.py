@@ -19,14 +19,13 @@ from torch import Tensor
 from build_engines.errors import ExportError
 from build_engines.families import graph_of, load_model, reference_scores
 from build_engines.fetch import Checkpoint
+from build_engines.onnx_files import INLINE_BYTES
 from build_engines.table import Reranker
 
 # Opset 20 keeps Gelu and LayerNormalization as single operators and is read by every TensorRT since 10.0; the exporter
 # writes IR 10 with it (newer IRs are refused there).
 OPSET = 20
 IR_VERSION = 10
-# Protobuf cannot hold 2 GiB; above this the weights go to model.onnx.data.
-INLINE_BYTES = 1_500_000_000
 # The difference between two correct FP32 implementations of a 24-layer encoder stays below this.
 TOLERANCE = 1e-4
 

@@ -1,17 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step `quantize`, cpu target: FP32 `model.onnx` -> INT8 weights, activations quantised as they come."""
+"""Step `quantize`: FP32 `model.onnx` -> INT8 linear layers.
+
+For the cpu target activations are quantised as they come; for TensorRT their scales are fixed by calibration and stated in
+the graph as QuantizeLinear/DequantizeLinear pairs.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
-from onnxruntime.quantization import QuantType, quantize_dynamic
+from onnx import NodeProto, numpy_helper
+from onnxruntime.quantization import CalibrationMethod, QuantType, quantize_dynamic
+from onnxruntime.quantization.calibrate import TensorData, TensorsData
+from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
 
 from build_engines.errors import ExportError
-from build_engines.export import INLINE_BYTES
+from build_engines.low_precision import head_nodes
+from build_engines.onnx_files import INLINE_BYTES, size_bytes
 
 
 def quantize_for_cpu(source: Path, out: Path) -> dict[str, Any]:
@@ -21,24 +32,110 @@ def quantize_for_cpu(source: Path, out: Path) -> dict[str, Any]:
     runs INT8 rows one by one (a pair's score must not depend on its neighbours).
     """
     target = out / "model.onnx"
-    size_bytes = sum(file.stat().st_size for file in source.parent.glob("model.onnx*"))
-    # onnxruntime advises its own pre-processing in a warning; the exported graph is already folded and typed.
-    root = logging.getLogger()
-    level = root.level
-    root.setLevel(logging.ERROR)
-    try:
+    with _quiet():
         quantize_dynamic(
             source,
             target,
             op_types_to_quantize=["MatMul", "Gemm"],
             weight_type=QuantType.QInt8,
             per_channel=True,
-            use_external_data_format=size_bytes > INLINE_BYTES,
+            use_external_data_format=size_bytes(source) > INLINE_BYTES,
             extra_options={"MatMulConstBOnly": True},
         )
-    finally:
-        root.setLevel(level)
     linear = sum(node.op_type == "MatMulInteger" for node in onnx.load(target, load_external_data=False).graph.node)
     if linear == 0:
         raise ExportError(f'{source} has no linear layer that could be quantised; set precision = "fp32".')
-    return {"quantised_linear_layers": linear, "bytes": sum(f.stat().st_size for f in out.glob("model.onnx*"))}
+    return {"quantised_linear_layers": linear, "bytes": size_bytes(target)}
+
+
+def linear_layers(graph: onnx.GraphProto) -> list[NodeProto]:
+    """Return the products with a constant matrix, the head's excepted, in the order of the graph."""
+    constant, head = {weight.name for weight in graph.initializer}, head_nodes(graph)
+    return [
+        node
+        for node in graph.node
+        if node.op_type in ("MatMul", "Gemm") and node.input[1] in constant and node.name not in head
+    ]
+
+
+def attention_products(graph: onnx.GraphProto) -> list[NodeProto]:
+    """Return the two products of each attention: query by key, and weights by value."""
+    constant = {weight.name for weight in graph.initializer}
+    return [node for node in graph.node if node.op_type == "MatMul" and not constant & set(node.input)]
+
+
+def quantize_for_tensorrt(
+    model: onnx.ModelProto, ranges: Mapping[str, float], nodes: Collection[str]
+) -> onnx.ModelProto:
+    """Return the FP32 model with the products named in `nodes` between Q/DQ pairs; the argument is used up.
+
+    Symmetric as TensorRT demands: an activation has one scale, its range / 127; a weight has one for each output channel
+    and is stored as INT8. Nothing else is quantised. Raises ExportError unless the result is what TensorRT accepts.
+    """
+    data = {name: TensorData(lowest=np.float32(-r), highest=np.float32(r)) for name, r in ranges.items()}
+    with _quiet():
+        quantizer = QDQQuantizer(
+            model,
+            per_channel=True,
+            reduce_range=False,
+            weight_qType=QuantType.QInt8,
+            activation_qType=QuantType.QInt8,
+            tensors_range=TensorsData(CalibrationMethod.MinMax, data),
+            nodes_to_quantize=sorted(nodes),
+            nodes_to_exclude=[],
+            op_types_to_quantize=["MatMul", "Gemm"],
+            extra_options={
+                "ActivationSymmetric": True,
+                "WeightSymmetric": True,
+                "QuantizeBias": False,
+                "OpTypesToExcludeOutputQuantization": ["MatMul", "Gemm"],
+            },
+        )
+        quantizer.quantize_model()
+        quantizer.model.topological_sort()
+    quantised: onnx.ModelProto = quantizer.model.model
+    _unround_others(quantised.graph, nodes)
+    _check_explicit(quantised, nodes)
+    return quantised
+
+
+def _unround_others(graph: onnx.GraphProto, nodes: Collection[str]) -> None:
+    """Give all but the chosen nodes the exact tensor again: onnxruntime makes residual additions read the rounded one."""
+    producer = {output: node for node in graph.node for output in node.output}
+    for node in graph.node:
+        if node.name in nodes or node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+            continue
+        for index, name in enumerate(node.input):
+            pair = producer.get(name)
+            if pair is not None and pair.op_type == "DequantizeLinear":
+                node.input[index] = producer[pair.input[0]].input[0]
+
+
+def _check_explicit(model: onnx.ModelProto, nodes: Collection[str]) -> None:
+    graph = model.graph
+    constants = {weight.name: weight for weight in graph.initializer}
+    dequantised: set[str] = set()
+    for node in graph.node:
+        if node.op_type not in ("QuantizeLinear", "DequantizeLinear"):
+            continue
+        scale, zero = (numpy_helper.to_array(constants[name]) for name in node.input[1:3])
+        if zero.any() or not (np.isfinite(scale) & (scale > 0)).all():
+            raise ExportError(f"{node.name} has a zero point other than 0, or a scale that is not above 0.")
+        if node.op_type == "DequantizeLinear":
+            dequantised |= set(node.output)
+    for node in graph.node:
+        found = len(dequantised & set(node.input))
+        if found != (2 if node.name in nodes else 0):
+            raise ExportError(f"{node.name} has {found} quantised inputs; wanted is 2 for the chosen products, else 0.")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence onnxruntime's advice to pre-process: the exported graph is already folded and typed."""
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        root.setLevel(level)

@@ -36,8 +36,8 @@ class Gates:
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
-                raise TableError(f"gates.{f.name} is {value!r}; give a number of at least 0.")
+            if not isinstance(value, int | float) or isinstance(value, bool) or not -1 <= value < math.inf:
+                raise TableError(f"gates.{f.name} is {value!r}; give a number of at least -1.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,7 @@ class Reranker:
     precision: Precision
     gates: Gates
     base_gates: Gates
+    ndcg_above_chance: float
     opt_batch_size: int
     base_precision: BasePrecision
     int8_attention: bool

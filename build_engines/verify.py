@@ -27,6 +27,9 @@ Scores = list[NDArray[np.float32]]  # one float32[documents] per query
 FP32_NEIGHBOUR_TOLERANCE = 1e-4
 # Below this, INT8 is not worth its loss.
 MINIMUM_SPEEDUP = 1.1
+# Fewer graded queries do not tell a reranker from chance.
+MINIMUM_GRADED = 8
+RANDOM_ORDERS = 20
 TIMING_ROUNDS = 3
 TIMING_PAIRS = 32
 
@@ -90,6 +93,19 @@ class Verifier:
             _seconds(reference, sample) / _seconds(candidate, sample) for _ in range(TIMING_ROUNDS)
         )
 
+    def lead_over_chance(self, scores: Scores) -> tuple[float, float] | None:
+        """Return how far nDCG@10 lies above a random order's, and that figure's standard error; None for few grades."""
+        rng = np.random.default_rng(0)
+        leads = []
+        for values, query in zip(scores, self.candidates, strict=True):
+            grades = query.relevance
+            if grades and any(grades) and not all(grades):
+                chance = [ndcg_at_10(rng.random(len(grades)), grades) for _ in range(RANDOM_ORDERS)]
+                leads.append(ndcg_at_10(values, grades) - float(np.mean(chance)))
+        if len(leads) < MINIMUM_GRADED:
+            return None
+        return float(np.mean(leads)), float(np.std(leads) / np.sqrt(len(leads)))
+
     def ndcg(self, scores: Scores) -> float | None:
         """Return the mean nDCG@10 over the queries whose grades are known; None where there are none."""
         known = [
@@ -121,19 +137,7 @@ def verify(
 ) -> dict[str, Any]:
     """Choose the precision that ships and write `report.json` into `out`; raise GateError where none may."""
     reranker = verifier.reranker
-    reference = verifier.open(fp32_graph, "fp32")
-    fp32 = verifier.score(reference, advance)
-    if not all(np.isfinite(scores).all() for scores in fp32):
-        raise GateError(f"{reranker.name}: FP32 scores are not all finite; the checkpoint is damaged.")
-    effect = verifier.largest_neighbour_effect(reference)
-    if effect > FP32_NEIGHBOUR_TOLERANCE:
-        raise GateError(f"{reranker.name}: a neighbour in the batch changes an FP32 score by {effect:.2e}.")
-    facts: dict[str, Any] = {
-        "pairs": sum(len(c.documents) for c in verifier.candidates),
-        "queries": len(verifier.candidates),
-        "fp32_ndcg_at_10": verifier.ndcg(fp32),
-        "fp32_neighbour_effect": effect,
-    }
+    reference, fp32, facts = score_reference(verifier, fp32_graph, advance)
     chosen, reason = "fp32", "precision is set to fp32"
     if int8_graph is not None:
         candidate = verifier.open(int8_graph, "int8")
@@ -151,6 +155,38 @@ def verify(
     facts |= {"precision": chosen, "reason": reason}
     (out / "report.json").write_text(json.dumps(facts, indent=2), encoding="utf-8")
     return facts
+
+
+def score_reference(
+    verifier: Verifier, graph: Path, advance: Callable[[], None]
+) -> tuple[graph_scoring.GraphScorer, Scores, dict[str, Any]]:
+    """Return the FP32 graph, its scores and facts about them; raise GateError where it is no reference."""
+    reranker = verifier.reranker
+    scorer = verifier.open(graph, "fp32")
+    scores = verifier.score(scorer, advance)
+    if not all(np.isfinite(values).all() for values in scores):
+        raise GateError(f"{reranker.name}: FP32 scores are not all finite; the checkpoint is damaged.")
+    effect = verifier.largest_neighbour_effect(scorer)
+    if effect > FP32_NEIGHBOUR_TOLERANCE:
+        raise GateError(f"{reranker.name}: a neighbour in the batch changes an FP32 score by {effect:.2e}.")
+    lead = verifier.lead_over_chance(scores)
+    if lead is not None and reranker.ndcg_above_chance >= 0 and lead[0] < max(reranker.ndcg_above_chance, 3 * lead[1]):
+        raise GateError(
+            f"{reranker.name}: the checkpoint ranks by chance: its nDCG@10 is {lead[0]:+.3f} (standard error "
+            f"{lead[1]:.3f}) above that of a random order. Its head was never trained, or the pairs are not for it. Use a "
+            "checkpoint trained as a reranker, or set ndcg_above_chance = -1 in rerankers.toml."
+        )
+    return (
+        scorer,
+        scores,
+        {
+            "pairs": sum(len(c.documents) for c in verifier.candidates),
+            "queries": len(verifier.candidates),
+            "fp32_ndcg_at_10": verifier.ndcg(scores),
+            "fp32_lead_over_chance": None if lead is None else lead[0],
+            "fp32_neighbour_effect": effect,
+        },
+    )
 
 
 def _choose(

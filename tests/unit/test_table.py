@@ -16,11 +16,21 @@ max_batch_size = 64
 precision = "auto"
 buckets = [32, 64]
 max_length = 64
+opt_batch_size = 16
+base_precision = "fp16"
+int8_attention = false
+ndcg_above_chance = 0.02
+search_budget = 0.25
 [defaults.gates]
 ndcg_drop = 0.005
 top1_agreement = 0.85
 kendall_tau = 0.85
 max_score_shift = 1.0
+[defaults.base_gates]
+ndcg_drop = 0.002
+top1_agreement = 0.98
+kendall_tau = 0.97
+max_score_shift = 0.1
 [my_reranker]
 checkpoint = "owner/name"
 revision = "0123456789012345678901234567890123456789"

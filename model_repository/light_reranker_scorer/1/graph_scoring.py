@@ -135,16 +135,20 @@ class GraphScorer:
         self.run_tokens = sum(len(rows) * int(lengths[rows[0]]) for rows in runs)
         scores = np.empty((len(lengths), 1), dtype=np.float32)
 
-        def run(session: ort.InferenceSession, rows: NDArray[np.int64]) -> None:
-            feed = self._gather([owners[row] for row in rows], int(lengths[rows[0]]))
-            scores[rows] = session.run(None, feed)[0]
+        def score(session: ort.InferenceSession, rows: NDArray[np.int64]) -> None:
+            scores[rows] = self.run(session, self._gather([owners[row] for row in rows], int(lengths[rows[0]])))
 
         if pool is not None:
-            list(pool.map(lambda rows: run(self._shared, rows), runs))
+            list(pool.map(lambda rows: score(self._shared, rows), runs))
         else:
             for rows in runs:
-                run(self._alone, rows)
+                score(self._alone, rows)
         return np.split(scores, np.cumsum([len(request.lengths) for request in requests])[:-1])
+
+    def run(self, session: ort.InferenceSession, feed: dict[str, Ids]) -> NDArray[np.float32]:
+        """Run the graph once; return float32[rows, 1]."""
+        scores: NDArray[np.float32] = session.run(None, feed)[0]
+        return scores
 
     def _gather(self, rows: list[tuple[PaddedPairs, int]], length: int) -> dict[str, Ids]:
         if len(rows) == 1:

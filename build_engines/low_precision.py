@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An FP32 graph -> the same in FP16 or BF16 for TensorRT, and a twin that shows its rounding on any CPU.
+
+TensorRT's networks are strongly typed: precision is what the graph says. Everything up to the last LayerNormalization takes
+the base precision (a LayerNormalization computes its mean and variance in FP32 all the same, ONNX `stash_type`); what
+follows, the head, stays FP32: it costs one row per pair. Q/DQ pairs stay where they are, their scales are converted with
+the rest, so that no Cast comes between a DequantizeLinear and its MatMul.
+
+ONNX Runtime's CPU provider cannot tell whether FP16 is good enough: it computes an FP16 graph in FP32 from end to end, and
+no BF16 graph at all. The twin is an FP32 graph that rounds each tensor where the converted graph would store it; a
+value beyond FP16 becomes infinite there as it would on a GPU. It is slightly pessimistic: fused kernels round less often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+import onnx
+from onnx import NodeProto, TensorProto, helper, numpy_helper
+from onnx.shape_inference import infer_shapes
+
+from build_engines.errors import ExportError
+from build_engines.table import BasePrecision
+
+_ELEMENT = {"fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16}
+_NUMPY = {"fp16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
+# These hand values on, and integer products are scaled in FP32: nothing to round again.
+_EXACT = frozenset({"Reshape", "Transpose", "Unsqueeze", "Squeeze", "Gather", "Expand", "Slice", "DequantizeLinear", "Where"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Types:
+    """Which tensors of a graph are FP32, and which nodes take the base precision."""
+
+    floats: frozenset[str]
+    low_nodes: frozenset[str]
+    low_tensors: frozenset[str]
+
+    @classmethod
+    def of(cls, model: onnx.ModelProto) -> _Types:
+        graph = model.graph
+        names = [node.name for node in graph.node]
+        if len(set(names)) < len(names) or "" in names:
+            raise ExportError("The graph has nodes without a name of their own; export it again with build_engines.")
+        typed = infer_shapes(_skeleton(model)).graph
+        values = [*typed.value_info, *typed.input, *typed.output]
+        floats = {v.name for v in values if v.type.tensor_type.elem_type == TensorProto.FLOAT}
+        floats |= {i.name for i in graph.initializer if i.data_type == TensorProto.FLOAT}
+        untyped = {name for node in graph.node for name in node.output} - {value.name for value in values}
+        if untyped:
+            raise ExportError(f"The types of {sorted(untyped)[:3]} cannot be told; export the graph again.")
+        low = frozenset(names) - head_nodes(graph)
+        return cls(
+            frozenset(floats), low, frozenset(t for n in graph.node if n.name in low for t in n.output if t in floats)
+        )
+
+
+def head_nodes(graph: onnx.GraphProto) -> frozenset[str]:
+    """Return the nodes after the last LayerNormalization; picking tokens is not part of the head."""
+    norms = [node for node in graph.node if node.op_type == "LayerNormalization"]
+    if not norms:
+        raise ExportError("The graph has no LayerNormalization; export it with opset 17 or later.")
+    reached, head = set(norms[-1].output), set()
+    for node in graph.node:  # in topological order, as ONNX demands
+        if reached & set(node.input):
+            reached |= set(node.output)
+            if node.op_type != "Gather":
+                head.add(node.name)
+    return frozenset(head)
+
+
+def lower(model: onnx.ModelProto, base: BasePrecision) -> onnx.ModelProto:
+    """Return a copy in which all but the head is FP16 or BF16; inputs and SCORE keep their types.
+
+    Raises ExportError for a graph whose types cannot be told.
+    """
+    types, graph = _Types.of(model), model.graph
+    weights = {i.name: i for i in graph.initializer if i.name in types.floats}
+    nodes: list[NodeProto] = []
+    cast: dict[tuple[str, bool], str] = {}
+    used: dict[str, TensorProto] = {i.name: i for i in graph.initializer if i.name not in types.floats}
+
+    def as_type(name: str, low: bool) -> str:
+        if name in weights:
+            return _weight(used, weights[name], base if low else None)
+        if name not in types.floats or (name in types.low_tensors) == low:
+            return name
+        if (name, low) not in cast:
+            cast[name, low] = f"{name}_{base if low else 'fp32'}"
+            to = _ELEMENT[base] if low else TensorProto.FLOAT
+            nodes.append(helper.make_node("Cast", [name], [cast[name, low]], f"{cast[name, low]}_cast", to=to))
+        return cast[name, low]
+
+    for node in graph.node:
+        low = node.name in types.low_nodes
+        changed = NodeProto()
+        changed.CopyFrom(node)
+        changed.input[:] = [as_type(name, low) for name in node.input]
+        if low and node.op_type == "Cast" and node.output[0] in types.floats:
+            changed.attribute[0].i = _ELEMENT[base]
+        nodes.append(changed)
+    for output in graph.output:
+        if output.name in types.low_tensors:
+            raise ExportError(f"The graph ends in {output.name} without a head; export it again with build_engines.")
+    return _model(model, nodes, used.values())
+
+
+def twin(model: onnx.ModelProto, base: BasePrecision) -> onnx.ModelProto:
+    """Return an FP32 copy that rounds every tensor which `lower` would store as FP16 or BF16."""
+    types, graph = _Types.of(model), model.graph
+    low_inputs = {name for node in graph.node if node.name in types.low_nodes for name in node.input}
+    rounded = [
+        _rounded(weight, base) if weight.name in types.floats and weight.name in low_inputs else weight
+        for weight in graph.initializer
+    ]
+    nodes: list[NodeProto] = []
+    for node in graph.node:
+        if node.name not in types.low_nodes or node.op_type in _EXACT or node.output[0] not in types.floats:
+            nodes.append(node)
+            continue
+        name = node.output[0]
+        exact = NodeProto()
+        exact.CopyFrom(node)
+        exact.output[0] = f"{name}_exact"
+        down = helper.make_node("Cast", [f"{name}_exact"], [f"{name}_{base}"], f"{name}_down", to=_ELEMENT[base])
+        up = helper.make_node("Cast", [f"{name}_{base}"], [name], f"{name}_up", to=TensorProto.FLOAT)
+        nodes += [exact, down, up]
+    return _model(model, nodes, rounded)
+
+
+def _skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with large weights declared only: type inference copies and would pass protobuf's 2 GiB."""
+    copy = onnx.ModelProto()
+    copy.ir_version = model.ir_version
+    copy.opset_import.extend(model.opset_import)
+    graph = model.graph
+    copy.graph.name = graph.name
+    for field in ("node", "input", "output"):
+        getattr(copy.graph, field).extend(getattr(graph, field))
+    for weight in graph.initializer:
+        if weight.ByteSize() < 1024:
+            copy.graph.initializer.append(weight)
+        else:
+            copy.graph.input.append(helper.make_tensor_value_info(weight.name, weight.data_type, list(weight.dims)))
+    return copy
+
+
+def _weight(used: dict[str, TensorProto], weight: TensorProto, base: BasePrecision | None) -> str:
+    name = weight.name if base is None else f"{weight.name}_{base}"
+    if name not in used:
+        if base is None:
+            used[name] = weight
+        else:
+            used[name] = numpy_helper.from_array(numpy_helper.to_array(weight).astype(_NUMPY[base]), name)
+    return name
+
+
+def _rounded(weight: TensorProto, base: BasePrecision) -> TensorProto:
+    values = numpy_helper.to_array(weight).astype(_NUMPY[base]).astype(np.float32)
+    return numpy_helper.from_array(values, weight.name)
+
+
+def _model(model: onnx.ModelProto, nodes: Iterable[NodeProto], weights: Iterable[TensorProto]) -> onnx.ModelProto:
+    graph = helper.make_graph(list(nodes), model.graph.name, model.graph.input, model.graph.output, list(weights))
+    return helper.make_model(graph, ir_version=model.ir_version, opset_imports=model.opset_import)
