@@ -9,33 +9,41 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from rich.console import Console
 from rich.markup import escape
 
-from build_engines.build import BuildRequest, build
+from build_engines.build import build
 from build_engines.configs import pinned_version, write_configs
 from build_engines.demo import run_demo
-from build_engines.errors import BuildError
+from build_engines.errors import BuildError, EngineError
+from build_engines.finish import finish
 from build_engines.install import installed_versions, pin, read_manifest
 from build_engines.pairs import SAMPLE
 from build_engines.places import REPOSITORY
 from build_engines.plan_check import target_of
 from build_engines.readme import README, with_rerankers
+from build_engines.request import BuildRequest
 from build_engines.serve import add_serve_arguments, serve
-from build_engines.table import DEFAULT_TABLE, find_reranker, read_table
+from build_engines.table import DEFAULT_TABLE, BasePrecision, Precision, find_reranker, read_table
 
 _EXAMPLES = """examples:
   python -m build_engines build light_reranker                  the embedded model, ready to serve in a minute
   python -m build_engines build bge_reranker --checkpoint DIR   a BGE checkpoint from a folder
   python -m build_engines build bge_reranker --pairs LOG.jsonl  verified on your own queries
+  python -m build_engines build bge_reranker --target gpu --pairs LOG.jsonl     INT8 TensorRT, calibrated on them too
   python -m build_engines serve                                 every reranker that is built, on 127.0.0.1
   python -m build_engines list                                  what is built, and which version serves
 """
 
 
+# Exit status of a gpu build that ends at the verified graph, for want of a GPU or of TensorRT.
+NOT_FINISHED = 3
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return 0, or 1 after a BuildError whose message is printed."""
+    """Run one command; return 0, 1 after a BuildError whose message is printed, or NOT_FINISHED."""
     arguments = _parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     console = Console(highlight=False, soft_wrap=True)
@@ -62,14 +70,26 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("build", help="checkpoint -> graph -> INT8 -> verified -> installed version")
     command.add_argument("name", help="a row of the table of rerankers")
-    command.add_argument("--target", choices=["cpu", "onnx"], default="cpu", help="onnx stops at the FP32 graph")
+    command.add_argument(
+        "--target",
+        choices=["cpu", "gpu", "onnx"],
+        default="cpu",
+        help="cpu: ONNX Runtime; gpu: a TensorRT engine; onnx stops at the FP32 graph (default: cpu)",
+    )
     command.add_argument(
         "--checkpoint", help="use this folder or hub id instead of the row's (hub ids need --revision)"
     )
     command.add_argument("--revision", help="commit of a hub checkpoint, 40 hexadecimal digits")
-    command.add_argument("--precision", choices=["auto", "int8", "fp32"], help="instead of the row's")
+    command.add_argument("--precision", choices=get_args(Precision), help="instead of the row's")
     command.add_argument(
-        "--pairs", type=Path, default=SAMPLE, help="JSONL of query, documents(, relevance) to verify on"
+        "--pairs",
+        type=Path,
+        default=SAMPLE,
+        help="JSONL of query, documents(, relevance) to verify on; for the gpu target a quarter of its queries calibrates",
+    )
+    command.add_argument("--calibration", type=Path, help="JSONL to calibrate on instead; no query of --pairs is used")
+    command.add_argument(
+        "--engine-only", action="store_true", help="finish a gpu build whose verified graph is there; needs no PyTorch"
     )
     command.add_argument("--build-folder", type=Path, default=Path("build"), help="intermediate files (default: build)")
     _add_places(command)
@@ -120,10 +140,25 @@ def _build(arguments: argparse.Namespace, console: Console) -> int:
             reranker, checkpoint=arguments.checkpoint, revision=arguments.revision or "", sha256={}
         )
     if arguments.precision:
-        reranker = dataclasses.replace(reranker, precision=arguments.precision)
-    request = BuildRequest(reranker, arguments.target, arguments.repository, arguments.build_folder, arguments.pairs)
-    build(request, console)
-    return 0
+        changed = {"precision": arguments.precision}
+        if arguments.target == "gpu" and arguments.precision in get_args(BasePrecision):
+            changed["base_precision"] = arguments.precision
+        reranker = dataclasses.replace(reranker, **changed)
+    request = BuildRequest(
+        reranker,
+        arguments.target,
+        arguments.repository,
+        arguments.build_folder,
+        arguments.pairs,
+        arguments.calibration,
+    )
+    if arguments.engine_only:
+        if arguments.target != "gpu":
+            raise EngineError("--engine-only finishes a gpu build; give --target gpu as well.")
+        finish(request, console, engine_only=True)
+        return 0
+    built = build(request, console)
+    return NOT_FINISHED if arguments.target == "gpu" and isinstance(built, Path) else 0
 
 
 def _list(arguments: argparse.Namespace, console: Console) -> int:

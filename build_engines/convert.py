@@ -37,7 +37,11 @@ def convert(
 
 
 def largest_difference(
-    converted: Path, switched: Path, layers: Sequence[str], int8: Sequence[str], rows: graph_scoring.PaddedPairs
+    converted: Path,
+    switched: Path,
+    layers: Sequence[str],
+    int8: Sequence[str],
+    sample: Sequence[graph_scoring.PaddedPairs],
 ) -> float:
     """Return how far the converted graph's scores are from the verified ones, as a share of these scores' spread.
 
@@ -45,13 +49,14 @@ def largest_difference(
     """
     twin = SwitchedScorer(switched, layers)
     twin.choose(int8)
-    expected = twin.score([rows])[0]
+    expected = np.concatenate(twin.score(sample))
     session = ort.InferenceSession(converted, providers=["CPUExecutionProvider"])
-    found = session.run(None, {node.name: rows.arrays[node.name] for node in session.get_inputs()})[0]
-    difference = float(np.abs(found - expected).max() / max(float(expected.std()), 1e-6))
+    names = [node.name for node in session.get_inputs()]
+    found = np.concatenate([session.run(None, {name: rows.arrays[name] for name in names})[0] for rows in sample])
+    difference = float(np.abs(found - expected).max() / expected.std())
     if not difference <= _TOLERANCE:
         raise ExportError(
-            f"{converted} does not score as verified: the largest difference is {difference:.2f} of the scores' standard "
-            f"deviation, allowed is {_TOLERANCE}. Delete the reranker's build folder and build again."
+            f"{converted} does not score as verified: the largest difference is {difference:.2f} of the scores' "
+            f"standard deviation, allowed is {_TOLERANCE}. Delete the reranker's build folder and build again."
         )
     return difference

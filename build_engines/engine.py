@@ -11,6 +11,7 @@ import importlib
 import logging
 import os
 import re
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -64,9 +65,9 @@ def build_plan(
     if not profiles:
         raise EngineError("An engine needs at least one profile. Give the reranker at least one bucket.")
     _check_files(graph)
-    trt = _import_tensorrt()
-    said = _Said()
-    log = _logger(trt, said)
+    trt = import_tensorrt()
+    said = Said()
+    log = logger(trt, said)
     builder = _start_builder(trt, log, said)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     _parse(trt.OnnxParser(network, log), graph, said)
@@ -98,7 +99,7 @@ def build_plan(
 
 
 @dataclass(slots=True)
-class _Said:
+class Said:
     """The last lines and the last errors of TensorRT's log, and how many warnings it had."""
 
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=_LINES))
@@ -133,12 +134,14 @@ def _check_files(graph: Path) -> None:
         )
 
 
-def _import_tensorrt() -> Any:
+def import_tensorrt() -> Any:
+    """Return TensorRT's Python API; raise EngineError where there is none."""
     reasons = []
     # The second is what the first consists of; beside the libraries of an image it does alone.
     for name in ("tensorrt", "tensorrt_bindings"):
         try:
-            return importlib.import_module(name)
+            # Polygraphy looks for the one name only.
+            return sys.modules.setdefault("tensorrt", importlib.import_module(name))
         except ImportError as error:
             reasons.append(str(error))
     raise EngineError(
@@ -147,7 +150,9 @@ def _import_tensorrt() -> Any:
     )
 
 
-def _logger(trt: Any, said: _Said) -> Any:
+def logger(trt: Any, said: Said) -> Any:
+    """Return a TensorRT logger that keeps what was said, and passes it on."""
+
     class Logger(trt.ILogger):  # type: ignore[misc] # TensorRT has no types
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
@@ -166,7 +171,7 @@ def _logger(trt: Any, said: _Said) -> Any:
     return Logger()
 
 
-def _start_builder(trt: Any, log: Any, said: _Said) -> Any:
+def _start_builder(trt: Any, log: Any, said: Said) -> Any:
     try:
         return trt.Builder(log)
     except Exception as error:  # a null pointer from C++ arrives as TypeError
@@ -176,7 +181,7 @@ def _start_builder(trt: Any, log: Any, said: _Said) -> Any:
         ) from error
 
 
-def _parse(parser: Any, graph: Path, said: _Said) -> None:
+def _parse(parser: Any, graph: Path, said: Said) -> None:
     # By its path: weights beside the graph are looked for from there.
     if parser.parse_from_file(str(graph)):
         return
@@ -202,6 +207,8 @@ def _set_options(trt: Any, config: Any, options: EngineOptions) -> None:
     if options.workspace_gib > 0:
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, int(options.workspace_gib * (1 << 30)))
     config.builder_optimization_level = options.optimization_level
+    # FP32 is what must be exact: the head. TF32 would round its inputs to 10 bits, and is on by default.
+    config.clear_flag(trt.BuilderFlag.TF32)
     if options.version_compatible:
         config.set_flag(trt.BuilderFlag.VERSION_COMPATIBLE)
     levels = {
@@ -212,7 +219,7 @@ def _set_options(trt: Any, config: Any, options: EngineOptions) -> None:
         config.hardware_compatibility_level = levels[options.hardware_compatibility]
 
 
-def _add_profile(builder: Any, config: Any, inputs: Sequence[Any], bucket: Profile, said: _Said) -> None:
+def _add_profile(builder: Any, config: Any, inputs: Sequence[Any], bucket: Profile, said: Said) -> None:
     profile = builder.create_optimization_profile()
     shapes = [(batch, bucket.length) for batch in (1, bucket.opt_batch, bucket.max_batch)]
     refusal = f"TensorRT refuses a profile of the shapes {shapes}. Lower the bucket or max_batch_size."
@@ -238,7 +245,7 @@ def _set_timing_cache(config: Any, path: Path | None) -> Any:
     return None
 
 
-def _build_failure(graph: Path, options: EngineOptions, said: _Said) -> str:
+def _build_failure(graph: Path, options: EngineOptions, said: Said) -> str:
     if not any(_TOO_LITTLE_MEMORY.search(line) for line in said.errors):
         return f"TensorRT cannot build an engine from {graph}. {said}"
     limit = f"{options.workspace_gib} GiB" if options.workspace_gib else "0, which sets no limit"

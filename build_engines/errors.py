@@ -8,7 +8,7 @@ BuildError                 what was given, what is allowed, what to do next; the
 ├─ ExportError             the exported graph is not the model
 ├─ EngineError             TensorRT refuses the graph, is missing, or has no GPU to build for
 ├─ GateError               a candidate would rank or score differently from the reference
-├─ InstallError            the repository cannot take the version
+├─ InstallError            the repository cannot take the version, or a file is not what its manifest says
 └─ ServerError             tritonserver is missing, did not start, or died
 """
 
@@ -44,7 +44,7 @@ class GateError(BuildError):
 
 
 class InstallError(BuildError):
-    """The repository cannot take the version."""
+    """The repository cannot take the version, or a file is not what its manifest says."""
 
 
 class ServerError(BuildError):

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from build_engines.configs import pinned_version, write_configs
 from build_engines.errors import InstallError
 from build_engines.places import SCORER_CODE, TOKENIZER_CODE
@@ -31,6 +33,16 @@ class Installed:
     version: int
     live: bool
     new: bool
+
+    def say(self, console: Console, reranker: Reranker, repository: Path) -> None:
+        """Tell where the build ended up, and how it is served where it is not yet."""
+        verb = "new" if self.new else "already there"
+        console.print(f"[bold]install  [/bold] version {self.version} ({verb}); {repository}")
+        if not self.live:
+            console.print(
+                f"          {reranker.name} serves another version; to serve this one: python -m build_engines pin "
+                f"{reranker.name} {self.version}"
+            )
 
 
 def install(

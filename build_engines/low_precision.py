@@ -28,7 +28,9 @@ from build_engines.table import BasePrecision
 _ELEMENT = {"fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16}
 _NUMPY = {"fp16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
 # These hand values on, and integer products are scaled in FP32: nothing to round again.
-_EXACT = frozenset({"Reshape", "Transpose", "Unsqueeze", "Squeeze", "Gather", "Expand", "Slice", "DequantizeLinear", "Where"})
+_EXACT = frozenset(
+    {"Reshape", "Transpose", "Unsqueeze", "Squeeze", "Gather", "Expand", "Slice", "DequantizeLinear", "Where"}
+)
 
 
 @dataclass(frozen=True, slots=True)

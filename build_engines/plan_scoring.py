@@ -8,7 +8,6 @@ here that would only multiply the device memory, of which each context holds eno
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from build_engines.engine import _import_tensorrt, _logger, _Said
+from build_engines.engine import Said, import_tensorrt, logger
 from build_engines.errors import EngineError
 from build_engines.gpu import find_gpu
 from build_engines.serving_code import graph_scoring
@@ -45,11 +44,6 @@ class Runner(Protocol):
         """Give it back."""
 
 
-def import_tensorrt() -> Any:
-    """Import TensorRT under the one name that Polygraphy looks for; the bindings alone have another."""
-    return sys.modules.setdefault("tensorrt", _import_tensorrt())
-
-
 def open_plan(plan: Path, buckets: Sequence[int], max_batch: int) -> Runner:
     """Return an active runner of the plan; raise EngineError unless it fits this machine and has these profiles."""
     trt = import_tensorrt()
@@ -64,10 +58,10 @@ def open_plan(plan: Path, buckets: Sequence[int], max_batch: int) -> Runner:
     from polygraphy.exception import PolygraphyException  # noqa: PLC0415
     from polygraphy.logger import G_LOGGER  # noqa: PLC0415
 
-    said = _Said()
+    said = Said()
     try:
         with G_LOGGER.verbosity(G_LOGGER.CRITICAL + 1):  # what it would print is in the error below
-            engine = EngineFromBytes(plan.read_bytes(), runtime=trt.Runtime(_logger(trt, said)))()
+            engine = EngineFromBytes(plan.read_bytes(), runtime=trt.Runtime(logger(trt, said)))()
             check_profiles(plan, engine, buckets, max_batch)
             runner: Runner = TrtRunner(engine)
             runner.activate()

@@ -45,7 +45,11 @@ def as_markdown(name: str, facts: Mapping[str, Any]) -> str:
         lines.append(_row(title, candidate, ", ".join(failed) or "no"))
     if facts["sensitivity"]:
         stayed = set(facts["high_precision_layers"])
-        lines += ["", "Mean change of a score when this layer alone is INT8; layers in bold stayed in base precision.", ""]
+        lines += [
+            "",
+            "Mean change of a score when this layer alone is INT8; layers in bold stayed in base precision.",
+            "",
+        ]
         lines += ["| layer | change |", "|---|---|"]
         lines += [
             f"| {f'**{layer}**' if layer in stayed else layer} | {change:.4g} |"

@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
+from build_engines.errors import InstallError
 from build_engines.hashing import sha256_file, sha256_value
 
 # The libraries whose version changes what a step writes.
@@ -72,6 +73,14 @@ class Steps:
         self._say(name, f"{seconds:.1f} s", result)
         return result
 
+    def finished(self, name: str) -> StepResult:
+        """Return a step as it was left, whatever it was made by; raise InstallError where it is not there whole."""
+        folder = self.folder / name
+        result = _finished(folder, None)
+        if result is None:
+            raise InstallError(f"{folder} does not hold a finished step, or a file of it has changed. Build again.")
+        return result
+
     def _say(self, name: str, how: str, result: StepResult) -> None:
         shown = ", ".join(
             f"{key.replace('_', ' ')} {_short(value)}"
@@ -82,8 +91,15 @@ class Steps:
 
 
 def tool_versions() -> dict[str, str]:
-    """Return the versions of the libraries that decide what the steps write."""
-    return {name: importlib.metadata.version(name) for name in _TOOLS}
+    """Return the versions of the libraries that decide what the steps write; "absent" for those not installed."""
+    return {name: _version(name) for name in _TOOLS}
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
 
 
 def code_hash(*paths: Path) -> str:
@@ -91,10 +107,10 @@ def code_hash(*paths: Path) -> str:
     return sha256_value([sha256_file(path) for path in paths])
 
 
-def _finished(folder: Path, fingerprint: str) -> StepResult | None:
+def _finished(folder: Path, fingerprint: str | None) -> StepResult | None:
     try:
         manifest = json.loads((folder / "step.json").read_text(encoding="utf-8"))
-        same = manifest["fingerprint"] == fingerprint
+        same = fingerprint in (None, manifest["fingerprint"])
         whole = all(sha256_file(folder / name) == digest for name, digest in manifest["files"].items())
     except (OSError, ValueError, KeyError):
         return None

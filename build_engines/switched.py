@@ -15,12 +15,12 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
+from build_engines.configs import TOKENS_PER_RUN
 from build_engines.low_precision import twin
 from build_engines.onnx_files import save
 from build_engines.quantize import quantize_for_tensorrt
 from build_engines.serving_code import graph_scoring
 from build_engines.table import BasePrecision
-from build_engines.configs import TOKENS_PER_RUN
 
 
 def write_switched(
@@ -48,9 +48,7 @@ def write_switched(
             node.input[index] = chosen
         changed.append(node)
     del original
-    model.graph.input.extend(
-        helper.make_tensor_value_info(_switch(name), TensorProto.BOOL, []) for name in nodes
-    )
+    model.graph.input.extend(helper.make_tensor_value_info(_switch(name), TensorProto.BOOL, []) for name in nodes)
     model.graph.ClearField("node")
     model.graph.node.extend(changed)
     save(twin(model, base), path)

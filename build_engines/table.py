@@ -154,7 +154,11 @@ def find_reranker(name: str, path: Path = DEFAULT_TABLE) -> Reranker:
 
 
 # Fields that are tables themselves.
-_NESTED: Mapping[str, type[Gates] | type[EngineOptions]] = {"gates": Gates, "base_gates": Gates, "engine": EngineOptions}
+_NESTED: Mapping[str, type[Gates] | type[EngineOptions]] = {
+    "gates": Gates,
+    "base_gates": Gates,
+    "engine": EngineOptions,
+}
 
 
 def _row(name: str, defaults: dict[str, Any], row: Any) -> Reranker:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,7 +114,14 @@ class Verifier:
         return float(np.mean([ndcg_at_10(s, grades) for s, grades in known])) if known else None
 
 
-def compare(verifier: Verifier, fp32: Scores, candidate: Scores, gates: Gates) -> list[Gate]:
+class Graded(Protocol):
+    """Pairs whose grades may be known."""
+
+    def ndcg(self, scores: Scores) -> float | None:
+        """Return the mean nDCG@10; None where no grades are known."""
+
+
+def compare(pairs_scored: Graded, fp32: Scores, candidate: Scores, gates: Gates) -> list[Gate]:
     """Hold a candidate's scores against the reference's."""
     pairs = list(zip(fp32, candidate, strict=True))
     shift = max(float(np.abs(a - b).max()) for a, b in pairs)
@@ -123,7 +130,7 @@ def compare(verifier: Verifier, fp32: Scores, candidate: Scores, gates: Gates) -
         Gate("largest score shift / spread", shift / spread if spread else np.inf, gates.max_score_shift, False),
         Gate("Kendall tau", float(np.mean([kendall_tau(a, b) for a, b in pairs])), gates.kendall_tau, True),
     ]
-    before, after = verifier.ndcg(fp32), verifier.ndcg(candidate)
+    before, after = pairs_scored.ndcg(fp32), pairs_scored.ndcg(candidate)
     if before is not None and after is not None:
         found.append(Gate("nDCG@10 drop", before - after, gates.ndcg_drop, False))
     else:
@@ -173,8 +180,8 @@ def score_reference(
     if lead is not None and reranker.ndcg_above_chance >= 0 and lead[0] < max(reranker.ndcg_above_chance, 3 * lead[1]):
         raise GateError(
             f"{reranker.name}: the checkpoint ranks by chance: its nDCG@10 is {lead[0]:+.3f} (standard error "
-            f"{lead[1]:.3f}) above that of a random order. Its head was never trained, or the pairs are not for it. Use a "
-            "checkpoint trained as a reranker, or set ndcg_above_chance = -1 in rerankers.toml."
+            f"{lead[1]:.3f}) above that of a random order. Its head was never trained, or the pairs are not for it. Use "
+            "a checkpoint trained as a reranker, or set ndcg_above_chance = -1 in rerankers.toml."
         )
     return (
         scorer,

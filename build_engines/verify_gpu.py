@@ -8,7 +8,6 @@ precision, 1, 2, 4, ... of them up to the row's `search_budget`; the order is me
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -141,7 +140,7 @@ def largest_layout_effect(scorer: SwitchedScorer, verifier: Verifier) -> float:
     """Return how much a score changes when its pair shares a batch, in another order, or is padded to a bucket more."""
     buckets = verifier.reranker.buckets
     rows = [(request, row) for request in verifier.requests[:_LAYOUT_ROWS] for row in range(len(request.lengths))]
-    rows = sorted(rows, key=lambda item: int(item[0].lengths[item[1]]))[: _LAYOUT_ROWS]
+    rows = sorted(rows, key=lambda item: int(item[0].lengths[item[1]]))[:_LAYOUT_ROWS]
     longest = max(int(request.lengths[row]) for request, row in rows)
     bucket = next(bucket for bucket in buckets if bucket >= longest)
     beyond = next((larger for larger in buckets if larger > bucket), bucket)
@@ -156,9 +155,7 @@ def _sensitivities(judge: Judge, sample: Sequence[graph_scoring.PaddedPairs]) ->
         return sensitivities(judge.scorer, sample, advance)
 
 
-def _search(
-    judge: Judge, order: Sequence[str], candidates: list[Candidate]
-) -> tuple[Candidate, list[str]] | None:
+def _search(judge: Judge, order: Sequence[str], candidates: list[Candidate]) -> tuple[Candidate, list[str]] | None:
     """Return the first candidate inside the gates and its INT8 layers; every one tried is appended to `candidates`."""
     reranker = judge.verifier.reranker
     budget = int(reranker.search_budget * len(order))
@@ -175,7 +172,7 @@ def _search(
 
 
 def _base_refused(name: str, base: Candidate) -> str:
-    advice = "use a checkpoint trained in it, or set precision = \"fp32\""
+    advice = 'use a checkpoint trained in it, or set precision = "fp32"'
     if base.name == "fp16":
         advice = 'set base_precision = "bf16", which cannot overflow, or precision = "fp32"'
     what = f"{base.name.upper()} is outside its gates: {'; '.join(base.failed)}"

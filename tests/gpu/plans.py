@@ -11,14 +11,13 @@ import numpy as np
 import onnx
 import pytest
 
-from build_engines.engine import build_plan, profiles_of
+from build_engines.engine import build_plan, import_tensorrt, profiles_of
 from build_engines.errors import EngineError
 from build_engines.fetch import fetch
 from build_engines.gpu import find_gpu
 from build_engines.low_precision import lower
 from build_engines.pairing import write_pairing
 from build_engines.pairs import SAMPLE, read_pairs
-from build_engines.plan_scoring import import_tensorrt
 from build_engines.serving_code import graph_scoring, pair_encoding
 from build_engines.table import Reranker, find_reranker
 from tests.checkpoints import row, write_bert, write_xlm_roberta
@@ -26,10 +25,10 @@ from tests.tensorrt.graphs import exported
 from tests.tensorrt.without_gpu import KEPT, ROOT
 
 # Left by: python -m build_engines build light_reranker --target gpu
-INT8_GRAPH = ROOT / "build" / "light_reranker" / "quantize-gpu" / "model.onnx"
+INT8_GRAPH = ROOT / "build" / "light_reranker" / "convert" / "model.onnx"
 
 # Of the scores' standard deviation. On these graphs FP16 rounding moves a score by at most 0.015 of it (build_engines'
-# `twin`, on a CPU), and TensorRT multiplies FP32 as TF32, whose mantissa is FP16's. Wrong padding moves it by about 1.
+# `twin`, on a CPU), and TensorRT sums in another order. Wrong padding moves it by about 1.
 TOLERANCE = 0.05
 
 _TINY = {"tiny_bert": write_bert, "tiny_xlm_roberta": write_xlm_roberta}

@@ -19,7 +19,8 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from build_engines.build import BuildRequest, build
+from build_engines.build import build
+from build_engines.request import BuildRequest
 from build_engines.places import REPOSITORY
 from build_engines.serving_code import graph_scoring, pair_encoding
 from build_engines.table import Reranker, find_reranker

@@ -14,7 +14,8 @@ import pytest
 from rich.console import Console
 
 from build_engines.__main__ import main
-from build_engines.build import BuildRequest, build
+from build_engines.build import build
+from build_engines.request import BuildRequest
 from build_engines.configs import repository_files
 from build_engines.errors import PairsError
 from build_engines.hashing import sha256_file

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gpu target: calibrate, quantize, verify and convert need no GPU; `finish` builds the engine where there is one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+from build_engines.calibrate import CalibrationPair, calibrate, choose_pairs, split, without_evaluation
+from build_engines.convert import convert, largest_difference
+from build_engines.errors import PairsError, TableError
+from build_engines.fetch import Checkpoint
+from build_engines.finish import finish, write_handover
+from build_engines.hashing import sha256_file
+from build_engines.install import Installed
+from build_engines.pairs import SAMPLE, Candidates, read_pairs
+from build_engines.progress import bars
+from build_engines.quantize import attention_products, linear_layers
+from build_engines.request import BuildRequest, code, manifest, row, within_budget
+from build_engines.serving_code import graph_scoring, pair_encoding
+from build_engines.steps import StepResult, Steps
+from build_engines.switched import write_switched
+from build_engines.verify import Verifier
+from build_engines.verify_gpu import verify_for_tensorrt
+
+# Fused INT8 attention takes heads of at most this size (TensorRT developer guide, "Fused Attention").
+INT8_ATTENTION_MAX_HEAD = 64
+# A layer's sensitivity is measured on calibration pairs of this many tokens in all: enough to put the layers in order,
+# and a run of a 568 M parameter model takes seconds.
+_SENSITIVITY_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class GpuBuild:
+    """The steps of one gpu build, and what they have in common."""
+
+    request: BuildRequest
+    steps: Steps
+    checkpoint: Checkpoint
+    pairing: StepResult
+    fp32: StepResult
+    chosen: tuple[CalibrationPair, ...]
+    evaluation: tuple[Candidates, ...]
+
+    @property
+    def graph(self) -> Path:
+        """The FP32 graph."""
+        return self.fp32.folder / "model.onnx"
+
+    def inputs(self, *modules: str, **others: Any) -> dict[str, Any]:
+        """Return what a step depends on."""
+        base = row(self.request.reranker, "base_precision", "int8_attention")
+        return {"fp32": dict(self.fp32.files), "row": base} | others | code("low_precision", *modules)
+
+    def calibrate(self) -> StepResult:
+        """Measure the ranges of activations."""
+
+        def make(out: Path) -> dict[str, Any]:
+            with bars(self.steps.console)("calibrate", "pairs", len(self.chosen)) as advance:
+                return calibrate(self.request.reranker, self.graph, self.chosen, out, advance)
+
+        ids = [pair.arrays["input_ids"].tolist() for pair in self.chosen]
+        result = self.steps.run("calibrate", self.inputs("calibrate", "quantize", pairs=ids), make)
+        empty = result.facts["empty_buckets"]
+        if empty:
+            self.steps.console.print(f"          no pairs of the buckets {empty}: their scales come from the others")
+        return result
+
+    def quantize(self, ranges: StepResult | None) -> StepResult:
+        """Write the twin with a switch at each product that may be INT8; none without ranges."""
+
+        def make(out: Path) -> dict[str, Any]:
+            graph = onnx.load(self.graph, load_external_data=False).graph
+            nodes = [node.name for node in linear_layers(graph)] if ranges else []
+            if ranges and self.request.reranker.int8_attention:
+                nodes += [node.name for node in attention_products(graph)]
+            write_switched(
+                self.graph, _ranges(ranges), nodes, self.request.reranker.base_precision, out / "switched.onnx"
+            )
+            (out / "layers.json").write_text(json.dumps(nodes), encoding="utf-8")
+            return {"layers": len(nodes)}
+
+        made_from = dict(ranges.files) if ranges else None
+        return self.steps.run("quantize-gpu", self.inputs("quantize", "switched", ranges=made_from), make)
+
+    def verify(self, quantized: StepResult) -> StepResult:
+        """Choose what ships."""
+        reranker = self.request.reranker
+
+        def make(out: Path) -> dict[str, Any]:
+            vocabulary = int(self.checkpoint.config["vocab_size"])
+            verifier = Verifier(reranker, self.pairing.folder, vocabulary, self.evaluation)
+            switched, layers = quantized.folder / "switched.onnx", _layers(quantized)
+            draw = bars(self.steps.console)
+            return verify_for_tensorrt(verifier, self.graph, switched, layers, _sample(self.chosen), out, draw)
+
+        fields = ("precision", "gates", "base_gates", "ndcg_above_chance", "search_budget", "buckets")
+        inputs = self.inputs(
+            "verify",
+            "verify_gpu",
+            "switched",
+            "report",
+            "quality",
+            "pair_encoding",
+            "graph_scoring",
+            pairing=dict(self.pairing.files),
+            quantized=dict(quantized.files),
+            verified=row(reranker, *fields),
+            pairs=[[c.query, list(c.documents), c.relevance] for c in self.evaluation],
+        )
+        return self.steps.run("verify-gpu", inputs, make)
+
+    def convert(self, name: str, ranges: StepResult | None, quantized: StepResult, int8: list[str]) -> StepResult:
+        """Write the graph for TensorRT with these products in INT8, and see that it scores as verified."""
+        base = self.request.reranker.base_precision
+
+        def make(out: Path) -> dict[str, Any]:
+            facts = convert(self.graph, _ranges(ranges), int8, base, out)
+            if base == "bf16" or not (sample := _sample(self.chosen)):
+                return facts
+            switched = quantized.folder / "switched.onnx"
+            difference = largest_difference(out / "model.onnx", switched, _layers(quantized), int8, sample)
+            return facts | {"difference_from_verified": difference}
+
+        made_from = {"quantized": dict(quantized.files), "int8": int8}
+        return self.steps.run(name, self.inputs("convert", "quantize", "switched", **made_from), make)
+
+
+def build_for_gpu(
+    request: BuildRequest,
+    given: list[Candidates],
+    steps: Steps,
+    checkpoint: Checkpoint,
+    pairing: StepResult,
+    fp32: StepResult,
+) -> Installed | Path:
+    """Build and install the engine; return the verified graph where there is no GPU or no TensorRT to build it."""
+    reranker = request.reranker
+    int8 = _check_precision(request, checkpoint)
+    calibration, evaluation, source = _share_out(request, given, int8=int8)
+    evaluation = within_budget(evaluation, steps.console)
+    encoder = pair_encoding.PairEncoder.load(pairing.folder, cache_bytes=64 << 20, max_text_bytes=1 << 20)
+    chosen = choose_pairs(reranker, encoder, calibration, source) if int8 else []
+    work = GpuBuild(request, steps, checkpoint, pairing, fp32, tuple(chosen), tuple(evaluation))
+    ranges = work.calibrate() if int8 else None
+    quantized = work.quantize(ranges)
+    report = work.verify(quantized)
+    steps.console.print(f"          {report.facts['precision'].upper()}: {report.facts['reason']}")
+    steps.console.print(f"          report: {report.folder / 'report.md'}")
+    work.convert("convert", ranges, quantized, report.facts["int8_layers"])
+    if report.facts["int8_layers"] and reranker.precision == "auto":
+        # Where a GPU finds INT8 no faster, this ships.
+        work.convert("convert-base", ranges, quantized, [])
+    facts = manifest(reranker, "gpu", checkpoint, report, {})
+    if ranges is not None:
+        facts["calibration"] = {"file_sha256": sha256_file(Path(source)), **ranges.facts}
+    write_handover(request.folder, facts)
+    return finish(request, steps.console)
+
+
+def _check_precision(request: BuildRequest, checkpoint: Checkpoint) -> bool:
+    """Return whether INT8 is wanted; raise TableError for what the gpu target cannot do."""
+    reranker = request.reranker
+    if reranker.precision not in ("auto", "int8", reranker.base_precision):
+        raise TableError(
+            f"{reranker.name}: precision {reranker.precision} with base_precision {reranker.base_precision} is not for "
+            f"the gpu target; use auto, int8 or {reranker.base_precision}."
+        )
+    head_size = int(checkpoint.config["hidden_size"]) // int(checkpoint.config["num_attention_heads"])
+    if reranker.int8_attention and head_size > INT8_ATTENTION_MAX_HEAD:
+        raise TableError(
+            f"{reranker.name}: int8_attention is for heads of at most {INT8_ATTENTION_MAX_HEAD}, and this checkpoint's "
+            f"have {head_size}; TensorRT would not fuse them. Set int8_attention = false."
+        )
+    return reranker.precision != reranker.base_precision
+
+
+def _share_out(
+    request: BuildRequest, given: list[Candidates], *, int8: bool
+) -> tuple[list[Candidates], list[Candidates], str]:
+    """Return (for calibration, for evaluation, the file that calibration comes from); no query is in both."""
+    if not int8:
+        return [], given, ""
+    if request.calibration is not None:
+        calibration = without_evaluation(read_pairs(request.calibration), given)
+        return calibration, given, str(request.calibration)
+    if request.pairs == SAMPLE:
+        raise PairsError(
+            f"{request.reranker.name}: INT8 on the gpu target is calibrated on your own queries and documents; give them "
+            "with --pairs FILE.jsonl (parted in two, for calibration and verification) and, if you have two files, "
+            f"--calibration FILE.jsonl. Without INT8: --precision {request.reranker.base_precision}."
+        )
+    calibration, evaluation = split(given)
+    if not evaluation:
+        raise PairsError(
+            f"{request.pairs} holds too few different queries to be parted in two; give --calibration too."
+        )
+    return calibration, evaluation, str(request.pairs)
+
+
+def _ranges(step: StepResult | None) -> dict[str, float]:
+    ranges: dict[str, float] = json.loads((step.folder / "ranges.json").read_text("utf-8")) if step else {}
+    return ranges
+
+
+def _layers(quantized: StepResult) -> list[str]:
+    layers: list[str] = json.loads((quantized.folder / "layers.json").read_text("utf-8"))
+    return layers
+
+
+def _sample(chosen: tuple[CalibrationPair, ...]) -> list[graph_scoring.PaddedPairs]:
+    """Return some calibration pairs as requests of one row, of every length in turn, the shortest bucket first."""
+    of_bucket: dict[int, list[CalibrationPair]] = {}
+    for pair in chosen:
+        of_bucket.setdefault(pair.bucket, []).append(pair)
+    turns = max(map(len, of_bucket.values()), default=0)
+    sample: list[graph_scoring.PaddedPairs] = []
+    tokens = 0
+    for turn in range(turns):
+        for pairs in of_bucket.values():
+            if turn < len(pairs):
+                length = pairs[turn].arrays["input_ids"].shape[1]
+                tokens += length
+                if tokens > _SENSITIVITY_TOKENS and sample:
+                    return sample
+                sample.append(graph_scoring.PaddedPairs(pairs[turn].arrays, np.array([length])))
+    return sample

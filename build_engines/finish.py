@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The end of a gpu build: verified graph -> engine -> held against FP32 on the GPU -> installed version.
+
+It needs TensorRT and a GPU but neither PyTorch nor a checkpoint, so it also runs alone (`build --engine-only`), in the
+container whose TensorRT will serve the engine. Where the machine has no GPU it says how to finish elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from build_engines.container import finish_command
+from build_engines.engine import build_plan, profiles_of
+from build_engines.errors import EngineError, InstallError
+from build_engines.gpu import Gpu, find_gpu, installed_tensorrt
+from build_engines.install import Installed, install
+from build_engines.request import BuildRequest, code, described, row
+from build_engines.steps import StepResult, Steps
+from build_engines.verify_plan import verify_plan
+
+HANDOVER = "handover.json"
+# Below this INT8 is not worth its loss; the same bound as on the cpu target.
+MINIMUM_SPEEDUP = 1.1
+
+
+def write_handover(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Keep the manifest as far as it is known before there is an engine."""
+    (folder / HANDOVER).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+
+
+def finish(request: BuildRequest, console: Console, *, engine_only: bool = False) -> Installed | Path:
+    """Build the engine from what the earlier steps left, verify and install it; raise a BuildError where that fails.
+
+    Without a GPU or TensorRT, return the verified graph and print the commands that finish the build; with
+    `engine_only` that is an EngineError.
+    """
+    reranker, steps = request.reranker, Steps(request.folder, console)
+    manifest = _read_handover(request)
+    graph = steps.finished("convert")
+    lacks = _lacks()
+    if lacks:
+        if engine_only:
+            raise EngineError(f"{reranker.name}: {lacks}. Finish in the container:\n{_command(request)}")
+        console.print(f"[bold]engine   [/bold] not built: {lacks}. The verified graph is {graph.folder / 'model.onnx'}")
+        console.print("          Finish where the engine will be served:\n")
+        console.print(_command(request), markup=False)
+        return graph.folder / "model.onnx"
+    gpu = find_gpu()
+    assert gpu is not None  # noqa: S101 - _lacks has looked
+    reference = steps.finished("verify-gpu").folder / "reference.npz"
+    precision, plan = str(manifest["precision"]), _engine(request, steps, "engine", graph, gpu)
+    gates = reranker.gates if precision == "int8" else reranker.base_gates
+    measured = verify_plan(reranker, plan.folder / "model.plan", reference, gates)
+    if precision == "int8" and reranker.precision == "auto":
+        base = _engine(request, steps, "engine-base", steps.finished("convert-base"), gpu)
+        beside = verify_plan(reranker, base.folder / "model.plan", reference, reranker.base_gates)
+        seconds = zip(measured["seconds_per_batch"], beside["seconds_per_batch"], strict=True)
+        speedup = statistics.median(slower / faster for faster, slower in seconds)
+        console.print(f"          INT8 is {speedup:.2f} x as fast as {reranker.base_precision.upper()}")
+        manifest["int8_speedup"] = speedup
+        if speedup < MINIMUM_SPEEDUP:
+            precision, plan, measured = reranker.base_precision, base, beside
+    pairing = steps.finished("pairing")
+    facts = {"gpu": gpu.name, "compute_capability": gpu.compute_capability, **dataclasses.asdict(reranker.engine)}
+    manifest |= {
+        "precision": precision,
+        "engine": dict(plan.facts) | facts,
+        "on_gpu": measured,
+        "files": described({"pairing": pairing, "plan": plan}),
+    }
+    installed = install(request.repository, reranker, pairing=pairing.folder, graph=plan.folder, manifest=manifest)
+    installed.say(console, reranker, request.repository)
+    return installed
+
+
+def _read_handover(request: BuildRequest) -> dict[str, Any]:
+    path = request.folder / HANDOVER
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        name = request.reranker.name
+        raise InstallError(
+            f"{path} cannot be read ({error}). First build up to the verified graph: python -m build_engines build {name} "
+            "--target gpu --pairs FILE.jsonl"
+        ) from error
+    return manifest
+
+
+def _lacks() -> str:
+    """Return what this machine lacks to build an engine; empty where nothing is missing."""
+    if find_gpu() is None:
+        return "this machine has no NVIDIA GPU, or no driver for it"
+    if not any(importlib.util.find_spec(name) for name in ("tensorrt", "tensorrt_bindings")):
+        return "TensorRT is not installed here"
+    return ""
+
+
+def _command(request: BuildRequest) -> str:
+    return finish_command(request.reranker.name, request.build_folder, request.repository)
+
+
+def _engine(request: BuildRequest, steps: Steps, name: str, graph: StepResult, gpu: Gpu) -> StepResult:
+    reranker = request.reranker
+
+    def make(out: Path) -> dict[str, Any]:
+        cache = request.build_folder / "timing.cache"
+        return build_plan(graph.folder / "model.onnx", out, profiles_of(reranker), reranker.engine, cache)
+
+    inputs = {
+        "graph": dict(graph.files),
+        "gpu": dataclasses.asdict(gpu),
+        "tensorrt": installed_tensorrt(),
+        "row": row(reranker, "buckets", "opt_batch_size", "max_batch_size", "engine"),
+    }
+    return steps.run(name, inputs | code("engine"), make)

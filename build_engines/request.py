@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is asked of a build, and what its steps share."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+
+from build_engines.errors import PairsError
+from build_engines.fetch import Checkpoint
+from build_engines.pairs import SAMPLE, Candidates
+from build_engines.places import SCORER_CODE, TOKENIZER_CODE
+from build_engines.steps import StepResult, code_hash, tool_versions
+from build_engines.table import Reranker
+
+Target = Literal["cpu", "gpu", "onnx"]
+
+# Enough queries for a mean, few enough that a 568 M parameter model is verified in minutes on a few cores.
+MAX_VERIFY_PAIRS = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class BuildRequest:
+    """What to build and where to. `target` onnx stops at the FP32 graph, which equals PyTorch.
+
+    `calibration` is for the gpu target; without it `pairs` is parted in two, for calibration and for verification.
+    """
+
+    reranker: Reranker
+    target: Target
+    repository: Path
+    build_folder: Path
+    pairs: Path = SAMPLE
+    calibration: Path | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Where the steps of this reranker lie."""
+        return self.build_folder / self.reranker.name
+
+
+def within_budget(candidates: list[Candidates], console: Console) -> list[Candidates]:
+    """Return the first candidates that make MAX_VERIFY_PAIRS pairs, and say if that is not all of them."""
+    total = 0
+    for index, query in enumerate(candidates):
+        total += len(query.documents)
+        if total > MAX_VERIFY_PAIRS:
+            if index == 0:
+                raise PairsError(f"The first query has {total} documents; at most {MAX_VERIFY_PAIRS} pairs are scored.")
+            console.print(
+                f"          verify uses the first {index} of {len(candidates)} queries ({MAX_VERIFY_PAIRS} pairs)"
+            )
+            return candidates[:index]
+    return candidates
+
+
+def code(*modules: str) -> dict[str, str]:
+    """Return what a step's code hashes to; serving code counts like the build's own."""
+    folders = (Path(__file__).parent, TOKENIZER_CODE, SCORER_CODE)
+    paths = [folder / f"{module}.py" for module in modules for folder in folders]
+    return {"code": code_hash(*(path for path in paths if path.exists()))}
+
+
+def row(reranker: Reranker, *names: str) -> dict[str, Any]:
+    """Return the fields that a step depends on, so that a change to others does not build anew."""
+    fields = dataclasses.asdict(reranker)
+    return {name: fields[name] for name in names}
+
+
+def described(steps: Mapping[str, StepResult]) -> dict[str, dict[str, Any]]:
+    """Return a manifest's entry for each file that some steps wrote: its sha256 and size."""
+    return {
+        name: {"sha256": digest, "bytes": (step.folder / name).stat().st_size}
+        for step in steps.values()
+        for name, digest in step.files.items()
+    }
+
+
+def manifest(
+    reranker: Reranker, target: Target, checkpoint: Checkpoint, report: StepResult, files: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what an installed version says of itself."""
+    return {
+        "reranker": reranker.name,
+        "target": target,
+        "checkpoint": {"source": checkpoint.source, "revision": checkpoint.revision, "files": dict(checkpoint.files)},
+        "precision": report.facts["precision"],
+        "vocabulary": int(checkpoint.config["vocab_size"]),
+        "max_length": reranker.max_length,
+        "files": dict(files),
+        "tools": tool_versions(),
+        "report": dict(report.facts),
+        "built_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
