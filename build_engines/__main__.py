@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         "--pairs",
         type=Path,
         default=SAMPLE,
-        help="JSONL of query, documents(, relevance) to verify on; for the gpu target a quarter of its queries calibrates",
+        help="JSONL of query, documents(, relevance) to verify on; for gpu, a quarter of its queries calibrates",
     )
     command.add_argument("--calibration", type=Path, help="JSONL to calibrate on instead; no query of --pairs is used")
     command.add_argument(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gpu target: calibrate, quantize, verify and convert need no GPU; `finish` builds the engine where there is one."""
+"""The gpu target: calibrate, quantize, verify and convert need no GPU; `finish` builds the engine if there is one."""
 
 from __future__ import annotations
 
@@ -191,9 +191,9 @@ def _share_out(
         return calibration, given, str(request.calibration)
     if request.pairs == SAMPLE:
         raise PairsError(
-            f"{request.reranker.name}: INT8 on the gpu target is calibrated on your own queries and documents; give them "
-            "with --pairs FILE.jsonl (parted in two, for calibration and verification) and, if you have two files, "
-            f"--calibration FILE.jsonl. Without INT8: --precision {request.reranker.base_precision}."
+            f"{request.reranker.name}: INT8 on the gpu target is calibrated on your own queries and documents; "
+            "give them with --pairs FILE.jsonl (parted in two, for calibration and verification) and, if you "
+            f"have two files, --calibration FILE.jsonl. Without INT8: --precision {request.reranker.base_precision}."
         )
     calibration, evaluation = split(given)
     if not evaluation:

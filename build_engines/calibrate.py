@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step `calibrate`: real pairs -> `ranges.json`, the largest activation that enters each product to be quantised.
 
-INT8 on TensorRT has fixed scales, so they are only as good as the pairs they come from. Pairs are drawn with a fixed seed,
-equally many for each bucket, and within a bucket by turns from each script that the documents are written in. Every pair
-runs alone at its own length: padding would put values into the ranges that no real token has.
+INT8 on TensorRT has fixed scales, so they are only as good as the pairs they come from. Pairs are drawn with a fixed
+seed, equally many for each bucket, and within a bucket by turns from each script that the documents are written in.
+Every pair runs alone at its own length: padding would put values into the ranges that no real token has.
 
 The range is the maximum, not a percentile: measured on the light reranker, 99.99 % of the values (NVIDIA's advice for
 BERT) cut outliers that the ranking depends on, and lost 0.14 of Kendall's tau against the maximum.
@@ -79,8 +79,8 @@ def choose_pairs(
     if len(chosen) < MINIMUM_PAIRS:
         raise PairsError(
             f"{reranker.name}: {source} gives {len(chosen)} different pairs to calibrate INT8 with, at most "
-            f"{PAIRS_PER_BUCKET} of each length; at least {MINIMUM_PAIRS} are needed. Give a larger file of real queries "
-            f"and documents, or build without INT8: --precision {reranker.base_precision}."
+            f"{PAIRS_PER_BUCKET} of each length; at least {MINIMUM_PAIRS} are needed. Give a larger file of real "
+            f"queries and documents, or build without INT8: --precision {reranker.base_precision}."
         )
     return chosen
 

@@ -26,7 +26,7 @@ _TOLERANCE = 0.25
 def convert(
     graph: Path, ranges: Mapping[str, float], int8: Sequence[str], base: BasePrecision, out: Path
 ) -> dict[str, Any]:
-    """Write `model.onnx` into `out`: products of `int8` between Q/DQ pairs, the rest in base precision, the head FP32."""
+    """Write `model.onnx` into `out`: products of `int8` between Q/DQ pairs, the rest in base precision, FP32 head."""
     model = onnx.load(graph)
     if int8:
         model = quantize_for_tensorrt(model, ranges, int8)

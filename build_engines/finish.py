@@ -88,8 +88,8 @@ def _read_handover(request: BuildRequest) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         name = request.reranker.name
         raise InstallError(
-            f"{path} cannot be read ({error}). First build up to the verified graph: python -m build_engines build {name} "
-            "--target gpu --pairs FILE.jsonl"
+            f"{path} cannot be read ({error}). First build up to the verified graph: python -m build_engines "
+            f"build {name} --target gpu --pairs FILE.jsonl"
         ) from error
     return manifest
 

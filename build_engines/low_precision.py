@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """An FP32 graph -> the same in FP16 or BF16 for TensorRT, and a twin that shows its rounding on any CPU.
 
-TensorRT's networks are strongly typed: precision is what the graph says. Everything up to the last LayerNormalization takes
-the base precision (a LayerNormalization computes its mean and variance in FP32 all the same, ONNX `stash_type`); what
-follows, the head, stays FP32: it costs one row per pair. Q/DQ pairs stay where they are, their scales are converted with
-the rest, so that no Cast comes between a DequantizeLinear and its MatMul.
+TensorRT's networks are strongly typed: precision is what the graph says. Everything up to the last LayerNormalization
+takes the base precision (a LayerNormalization computes its mean and variance in FP32 all the same, ONNX
+`stash_type`); what follows, the head, stays FP32: it costs one row per pair. Q/DQ pairs stay where they are, their
+scales are converted with the rest, so that no Cast comes between a DequantizeLinear and its MatMul.
 
-ONNX Runtime's CPU provider cannot tell whether FP16 is good enough: it computes an FP16 graph in FP32 from end to end, and
-no BF16 graph at all. The twin is an FP32 graph that rounds each tensor where the converted graph would store it; a
-value beyond FP16 becomes infinite there as it would on a GPU. It is slightly pessimistic: fused kernels round less often.
+ONNX Runtime's CPU provider cannot tell whether FP16 is good enough: it computes an FP16 graph in FP32 from end to
+end, and no BF16 graph at all. The twin is an FP32 graph that rounds each tensor where the converted graph would store
+it; a value beyond FP16 becomes infinite there as it would on a GPU. It is slightly pessimistic: fused kernels round
+less often.
 """
 
 from __future__ import annotations

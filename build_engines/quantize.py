@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step `quantize`: FP32 `model.onnx` -> INT8 linear layers.
 
-For the cpu target activations are quantised as they come; for TensorRT their scales are fixed by calibration and stated in
-the graph as QuantizeLinear/DequantizeLinear pairs.
+For the cpu target activations are quantised as they come; for TensorRT their scales are fixed by calibration and
+stated in the graph as QuantizeLinear/DequantizeLinear pairs.
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ def quantize_for_tensorrt(
 ) -> onnx.ModelProto:
     """Return the FP32 model with the products named in `nodes` between Q/DQ pairs; the argument is used up.
 
-    Symmetric as TensorRT demands: an activation has one scale, its range / 127; a weight has one for each output channel
-    and is stored as INT8. Nothing else is quantised. Raises ExportError unless the result is what TensorRT accepts.
+    Symmetric as TensorRT demands: an activation has one scale, its range / 127; a weight has one for each output
+    channel and is stored as INT8. Nothing else is quantised. Raises ExportError unless the result is what TensorRT
+    accepts.
     """
     data = {name: TensorData(lowest=np.float32(-r), highest=np.float32(r)) for name, r in ranges.items()}
     with _quiet():
@@ -100,7 +101,7 @@ def quantize_for_tensorrt(
 
 
 def _unround_others(graph: onnx.GraphProto, nodes: Collection[str]) -> None:
-    """Give all but the chosen nodes the exact tensor again: onnxruntime makes residual additions read the rounded one."""
+    """Give all but the chosen nodes the exact tensor: onnxruntime makes residual additions read the rounded one."""
     producer = {output: node for node in graph.node for output in node.output}
     for node in graph.node:
         if node.name in nodes or node.op_type in ("QuantizeLinear", "DequantizeLinear"):

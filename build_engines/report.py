@@ -32,8 +32,9 @@ def as_markdown(name: str, facts: Mapping[str, Any]) -> str:
         "",
         f"{facts['reason']}.",
         "",
-        f"{facts['queries']} queries, {facts['pairs']} pairs, each beside FP32 on the same pairs. Shifts are in units of the "
-        "score; the layout effect is the largest change of a score by its batch, its order or its padding.",
+        f"{facts['queries']} queries, {facts['pairs']} pairs, each beside FP32 on the same pairs. Shifts are in "
+        "units of the score; the layout effect is the largest change of a score by its batch, its order or its "
+        "padding.",
         "",
         f"| precision | {' | '.join(_COLUMNS.values())} | outside its gates |",
         "|---" * (len(_COLUMNS) + 2) + "|",

@@ -101,22 +101,26 @@ class Reranker:
             )
         if not 1 <= self.max_batch_size <= 1024:
             raise TableError(f"{self.name}: max_batch_size is {self.max_batch_size}; use 1 to 1024.")
-        if not 1 <= self.opt_batch_size <= self.max_batch_size:
-            raise TableError(
-                f"{self.name}: opt_batch_size is {self.opt_batch_size}; use 1 to max_batch_size ({self.max_batch_size})."
-            )
-        if not 0 <= self.search_budget < 1:
-            raise TableError(f"{self.name}: search_budget is {self.search_budget}; use a share from 0 to below 1.")
-        if self.int8_attention and self.max_length > INT8_ATTENTION_MAX_LENGTH:
-            raise TableError(
-                f"{self.name}: int8_attention needs buckets of at most {INT8_ATTENTION_MAX_LENGTH} tokens (TensorRT fuses "
-                f"no longer INT8 attention); the last is {self.max_length}. Set int8_attention = false."
-            )
+        self._check_gpu()
         if self.cpu_threads < 0:
             raise TableError(f"{self.name}: cpu_threads is {self.cpu_threads}; use 0 (all) or a number of threads.")
         if self.revision and not re.fullmatch(r"[0-9a-f]{40}", self.revision):
             raise TableError(
                 f"{self.name}: revision {self.revision!r} is not a commit; give its 40 hexadecimal digits."
+            )
+
+    def _check_gpu(self) -> None:
+        if not 1 <= self.opt_batch_size <= self.max_batch_size:
+            raise TableError(
+                f"{self.name}: opt_batch_size is {self.opt_batch_size}; use 1 to max_batch_size "
+                f"({self.max_batch_size})."
+            )
+        if not 0 <= self.search_budget < 1:
+            raise TableError(f"{self.name}: search_budget is {self.search_budget}; use a share from 0 to below 1.")
+        if self.int8_attention and self.max_length > INT8_ATTENTION_MAX_LENGTH:
+            raise TableError(
+                f"{self.name}: int8_attention needs buckets of at most {INT8_ATTENTION_MAX_LENGTH} tokens "
+                f"(TensorRT fuses no longer INT8 attention); the last is {self.max_length}. Set int8_attention = false."
             )
 
     @property

@@ -180,8 +180,8 @@ def score_reference(
     if lead is not None and reranker.ndcg_above_chance >= 0 and lead[0] < max(reranker.ndcg_above_chance, 3 * lead[1]):
         raise GateError(
             f"{reranker.name}: the checkpoint ranks by chance: its nDCG@10 is {lead[0]:+.3f} (standard error "
-            f"{lead[1]:.3f}) above that of a random order. Its head was never trained, or the pairs are not for it. Use "
-            "a checkpoint trained as a reranker, or set ndcg_above_chance = -1 in rerankers.toml."
+            f"{lead[1]:.3f}) above that of a random order. Its head was never trained, or the pairs are not for "
+            "it. Use a checkpoint trained as a reranker, or set ndcg_above_chance = -1 in rerankers.toml."
         )
     return (
         scorer,

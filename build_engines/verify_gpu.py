@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step `verify`, gpu target: FP32, base precision and INT8 on the same real pairs; layers go back until INT8 passes.
 
-Everything is scored on ONNX Runtime's CPU provider by one switched twin (see `switched` and `low_precision`), which rounds
-where the engine will. Where INT8 is outside its gates, the layers whose INT8 changes scores most go back to base
-precision, 1, 2, 4, ... of them up to the row's `search_budget`; the order is measured on calibration pairs.
+Everything is scored on ONNX Runtime's CPU provider by one switched twin (see `switched` and `low_precision`), which
+rounds where the engine will. Where INT8 is outside its gates, the layers whose INT8 changes scores most go back to
+base precision, 1, 2, 4, ... of them up to the row's `search_budget`; the order is measured on calibration pairs.
 """
 
 from __future__ import annotations
@@ -119,7 +119,8 @@ def verify_for_tensorrt(
             reason = _search_result(reranker.name, reranker.search_budget, first, candidates, len(layers) - len(int8))
             if found is None and reranker.precision == "int8":
                 raise GateError(
-                    f'{reason}. Calibrate with more pairs like your traffic, raise search_budget, or set precision = "auto" '
+                    f"{reason}. Calibrate with more pairs like your traffic, raise search_budget, or set "
+                    'precision = "auto" '
                     f"({reranker.base_precision} then ships) in rerankers.toml."
                 )
     facts |= {
@@ -187,7 +188,8 @@ def _search_result(name: str, share: float, first: Candidate, tried: Sequence[Ca
         return f"{story}; with the {back} most sensitive layers back in base precision it passes"
     if tried[-1] is first:
         return f"{story}; search_budget {share:g} allows no layer to go back"
-    return f"{story}; still so with the most layers back that search_budget {share:g} allows: {'; '.join(tried[-1].failed)}"
+    rest = "; ".join(tried[-1].failed)
+    return f"{story}; still so with the most layers back that search_budget {share:g} allows: {rest}"
 
 
 def _as_json(candidate: Candidate, ships: bool) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from rich.console import Console
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from build_engines.build import build
-from build_engines.request import BuildRequest
 from build_engines.places import REPOSITORY
+from build_engines.request import BuildRequest
 from build_engines.serving_code import graph_scoring, pair_encoding
 from build_engines.table import Reranker, find_reranker
 from tests.checkpoints import CORPUS, row, write_xlm_roberta

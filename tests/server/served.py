@@ -19,8 +19,8 @@ from pathlib import Path
 from rich.console import Console
 
 from build_engines.build import build
-from build_engines.request import BuildRequest
 from build_engines.fetch import fetch
+from build_engines.request import BuildRequest
 from build_engines.table import Reranker, find_reranker
 from tests.checkpoints import row, write_bert, write_xlm_roberta
 

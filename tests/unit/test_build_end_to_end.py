@@ -15,11 +15,11 @@ from rich.console import Console
 
 from build_engines.__main__ import main
 from build_engines.build import build
-from build_engines.request import BuildRequest
 from build_engines.configs import repository_files
 from build_engines.errors import PairsError
 from build_engines.hashing import sha256_file
 from build_engines.install import Installed
+from build_engines.request import BuildRequest
 from build_engines.serving_code import graph_scoring, pair_encoding
 from build_engines.table import Gates
 from tests.checkpoints import row, write_xlm_roberta
