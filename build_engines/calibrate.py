@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import onnxruntime as ort
 from onnx import helper
@@ -99,7 +100,8 @@ def calibrate(
     ranges = dict.fromkeys(names, 0.0)
     for pair in chosen:
         for name, values in zip(names, session.run(names, pair.arrays), strict=True):
-            ranges[name] = max(ranges[name], float(values.max()), -float(values.min()))
+            # NumPy's maximum passes NaN on; Python's may drop it.
+            ranges[name] = float(np.maximum(ranges[name], np.maximum(values.max(), -values.min())))
         advance()
     bad = [name for name, value in ranges.items() if not 0 < value < float("inf")]
     if bad:

@@ -6,10 +6,10 @@ takes the base precision (a LayerNormalization computes its mean and variance in
 `stash_type`); what follows, the head, stays FP32: it costs one row per pair. Q/DQ pairs stay where they are, their
 scales are converted with the rest, so that no Cast comes between a DequantizeLinear and its MatMul.
 
-ONNX Runtime's CPU provider cannot tell whether FP16 is good enough: it computes an FP16 graph in FP32 from end to
-end, and no BF16 graph at all. The twin is an FP32 graph that rounds each tensor where the converted graph would store
-it; a value beyond FP16 becomes infinite there as it would on a GPU. It is slightly pessimistic: fused kernels round
-less often.
+ONNX Runtime's CPU provider cannot tell whether FP16 is good enough: it computes nearly all of an FP16 graph in FP32,
+without rounding in between, and no BF16 graph at all. The twin is an FP32 graph that rounds each tensor where the
+converted graph would store it; a value beyond FP16 becomes infinite there as it would on a GPU. It is slightly
+pessimistic: fused kernels round less often.
 """
 
 from __future__ import annotations
@@ -114,24 +114,24 @@ def lower(model: onnx.ModelProto, base: BasePrecision) -> onnx.ModelProto:
 def twin(model: onnx.ModelProto, base: BasePrecision) -> onnx.ModelProto:
     """Return an FP32 copy that rounds every tensor which `lower` would store as FP16 or BF16."""
     types, graph = _Types.of(model), model.graph
-    low_inputs = {name for node in graph.node if node.name in types.low_nodes for name in node.input}
-    rounded = [
-        _rounded(weight, base) if weight.name in types.floats and weight.name in low_inputs else weight
-        for weight in graph.initializer
-    ]
+    weights = {weight.name: weight for weight in graph.initializer if weight.name in types.floats}
+    used = {weight.name: weight for weight in graph.initializer if weight.name not in types.floats}
     nodes: list[NodeProto] = []
     for node in graph.node:
-        if node.name not in types.low_nodes or node.op_type in _EXACT or node.output[0] not in types.floats:
-            nodes.append(node)
-            continue
-        name = node.output[0]
+        low, name = node.name in types.low_nodes, node.output[0]
         exact = NodeProto()
         exact.CopyFrom(node)
+        exact.input[:] = [
+            _weight(used, weights[i], base if low else None, as_fp32=True) if i in weights else i for i in node.input
+        ]
+        if not low or node.op_type in _EXACT or name not in types.floats:
+            nodes.append(exact)
+            continue
         exact.output[0] = f"{name}_exact"
         down = helper.make_node("Cast", [f"{name}_exact"], [f"{name}_{base}"], f"{name}_down", to=_ELEMENT[base])
         up = helper.make_node("Cast", [f"{name}_{base}"], [name], f"{name}_up", to=TensorProto.FLOAT)
         nodes += [exact, down, up]
-    return _model(model, nodes, rounded)
+    return _model(model, nodes, used.values())
 
 
 def _skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -151,19 +151,17 @@ def _skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
     return copy
 
 
-def _weight(used: dict[str, TensorProto], weight: TensorProto, base: BasePrecision | None) -> str:
+def _weight(
+    used: dict[str, TensorProto], weight: TensorProto, base: BasePrecision | None, *, as_fp32: bool = False
+) -> str:
+    """Put a weight among those used, stored in (or rounded to) a base precision if there is one; return its name."""
     name = weight.name if base is None else f"{weight.name}_{base}"
     if name not in used:
-        if base is None:
-            used[name] = weight
-        else:
-            used[name] = numpy_helper.from_array(numpy_helper.to_array(weight).astype(_NUMPY[base]), name)
+        used[name] = weight
+        if base is not None:
+            values = numpy_helper.to_array(weight).astype(_NUMPY[base])
+            used[name] = numpy_helper.from_array(values.astype(np.float32) if as_fp32 else values, name)
     return name
-
-
-def _rounded(weight: TensorProto, base: BasePrecision) -> TensorProto:
-    values = numpy_helper.to_array(weight).astype(_NUMPY[base]).astype(np.float32)
-    return numpy_helper.from_array(values, weight.name)
 
 
 def _model(model: onnx.ModelProto, nodes: Iterable[NodeProto], weights: Iterable[TensorProto]) -> onnx.ModelProto:

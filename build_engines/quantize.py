@@ -24,6 +24,10 @@ from build_engines.errors import ExportError
 from build_engines.low_precision import head_nodes
 from build_engines.onnx_files import INLINE_BYTES, size_bytes
 
+# Scales below FP16's numbers would become 0 there, which TensorRT refuses; this holds them above 2^-20, and only
+# channels whose weights are all below 0.0002 are rounded more coarsely for it.
+_SMALLEST_RANGE = 127 * 2.0**-19
+
 
 def quantize_for_cpu(source: Path, out: Path) -> dict[str, Any]:
     """Write `model.onnx` with INT8 linear layers into `out`; embeddings, attention and LayerNorm stay FP32.
@@ -73,6 +77,7 @@ def quantize_for_tensorrt(
     channel and is stored as INT8. Nothing else is quantised. Raises ExportError unless the result is what TensorRT
     accepts.
     """
+    _part_shared_weights(model.graph, nodes)
     data = {name: TensorData(lowest=np.float32(-r), highest=np.float32(r)) for name, r in ranges.items()}
     with _quiet():
         quantizer = QDQQuantizer(
@@ -89,6 +94,7 @@ def quantize_for_tensorrt(
                 "ActivationSymmetric": True,
                 "WeightSymmetric": True,
                 "QuantizeBias": False,
+                "MinimumRealRange": _SMALLEST_RANGE,
                 "OpTypesToExcludeOutputQuantization": ["MatMul", "Gemm"],
             },
         )
@@ -98,6 +104,22 @@ def quantize_for_tensorrt(
     _unround_others(quantised.graph, nodes)
     _check_explicit(quantised, nodes)
     return quantised
+
+
+def _part_shared_weights(graph: onnx.GraphProto, nodes: Collection[str]) -> None:
+    """Copy a matrix that other nodes read too (exporting merges equal ones): theirs must stay exact."""
+    others = {name for node in graph.node if node.name not in nodes for name in node.input}
+    shared = {weight.name: weight for weight in graph.initializer if weight.name in others}
+    copies: dict[str, onnx.TensorProto] = {}
+    for node in graph.node:
+        if node.name in nodes and node.input[1] in shared:
+            name = f"{node.input[1]}_int8"
+            if name not in copies:
+                copies[name] = onnx.TensorProto()
+                copies[name].CopyFrom(shared[node.input[1]])
+                copies[name].name = name
+            node.input[1] = name
+    graph.initializer.extend(copies.values())
 
 
 def _unround_others(graph: onnx.GraphProto, nodes: Collection[str]) -> None:
