@@ -151,6 +151,7 @@ def _build(arguments: argparse.Namespace, console: Console) -> int:
         arguments.build_folder,
         arguments.pairs,
         arguments.calibration,
+        arguments.table,
     )
     if arguments.engine_only:
         if arguments.target != "gpu":

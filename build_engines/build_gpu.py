@@ -12,11 +12,11 @@ import numpy as np
 import onnx
 
 from build_engines.calibrate import CalibrationPair, calibrate, choose_pairs, split, without_evaluation
-from build_engines.convert import convert, largest_difference
+from build_engines.convert import Verified, convert, largest_difference
 from build_engines.errors import PairsError, TableError
 from build_engines.fetch import Checkpoint
 from build_engines.finish import finish, write_handover
-from build_engines.hashing import sha256_file
+from build_engines.hashing import sha256_file, sha256_value
 from build_engines.install import Installed
 from build_engines.pairs import SAMPLE, Candidates, read_pairs
 from build_engines.progress import bars
@@ -64,7 +64,7 @@ class GpuBuild:
             with bars(self.steps.console)("calibrate", "pairs", len(self.chosen)) as advance:
                 return calibrate(self.request.reranker, self.graph, self.chosen, out, advance)
 
-        ids = [pair.arrays["input_ids"].tolist() for pair in self.chosen]
+        ids = sha256_value([pair.arrays["input_ids"].tolist() for pair in self.chosen])
         result = self.steps.run("calibrate", self.inputs("calibrate", "quantize", pairs=ids), make)
         empty = result.facts["empty_buckets"]
         if empty:
@@ -111,12 +111,17 @@ class GpuBuild:
             pairing=dict(self.pairing.files),
             quantized=dict(quantized.files),
             verified=row(reranker, *fields),
-            pairs=[[c.query, list(c.documents), c.relevance] for c in self.evaluation],
+            pairs=sha256_value([[c.query, list(c.documents), c.relevance] for c in self.evaluation]),
         )
         return self.steps.run("verify-gpu", inputs, make)
 
-    def convert(self, name: str, ranges: StepResult | None, quantized: StepResult, int8: list[str]) -> StepResult:
-        """Write the graph for TensorRT with these products in INT8, and see that it scores as verified."""
+    def convert(
+        self, name: str, ranges: StepResult | None, quantized: StepResult, int8: list[str], shift: float
+    ) -> StepResult:
+        """Write the graph for TensorRT with these products in INT8, and see that it scores as verified.
+
+        `shift` is the largest change against FP32 that verification found.
+        """
         base = self.request.reranker.base_precision
 
         def make(out: Path) -> dict[str, Any]:
@@ -124,10 +129,10 @@ class GpuBuild:
             if base == "bf16" or not (sample := _sample(self.chosen)):
                 return facts
             switched = quantized.folder / "switched.onnx"
-            difference = largest_difference(out / "model.onnx", switched, _layers(quantized), int8, sample)
-            return facts | {"difference_from_verified": difference}
+            verified = Verified(switched, tuple(_layers(quantized)), tuple(int8), shift)
+            return facts | {"difference_from_verified": largest_difference(out / "model.onnx", verified, sample)}
 
-        made_from = {"quantized": dict(quantized.files), "int8": int8}
+        made_from = {"quantized": dict(quantized.files), "int8": int8, "shift": shift}
         return self.steps.run(name, self.inputs("convert", "quantize", "switched", **made_from), make)
 
 
@@ -152,14 +157,14 @@ def build_for_gpu(
     report = work.verify(quantized)
     steps.console.print(f"          {report.facts['precision'].upper()}: {report.facts['reason']}")
     steps.console.print(f"          report: {report.folder / 'report.md'}")
-    work.convert("convert", ranges, quantized, report.facts["int8_layers"])
+    graphs = [work.convert("convert", ranges, quantized, report.facts["int8_layers"])]
     if report.facts["int8_layers"] and reranker.precision == "auto":
         # Where a GPU finds INT8 no faster, this ships.
-        work.convert("convert-base", ranges, quantized, [])
+        graphs.append(work.convert("convert-base", ranges, quantized, []))
     facts = manifest(reranker, "gpu", checkpoint, report, {})
     if ranges is not None:
         facts["calibration"] = {"file_sha256": sha256_file(Path(source)), **ranges.facts}
-    write_handover(request.folder, facts)
+    write_handover(request, facts, (pairing, report, *graphs))
     return finish(request, steps.console)
 
 

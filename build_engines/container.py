@@ -7,22 +7,24 @@ import shlex
 from pathlib import Path
 
 from build_engines.places import REPOSITORY
+from build_engines.table import DEFAULT_TABLE
 
 IMAGE = "triton-rerank-build"
 _CHECKOUT = REPOSITORY.parent
 
 
-def finish_command(name: str, build_folder: Path, repository: Path) -> str:
+def finish_command(name: str, build_folder: Path, repository: Path, table: Path | None = None) -> str:
     """Return shell commands, to be run in the checkout, that build the image and in it the engine of a reranker.
 
-    The checkout is mounted under its own path, and so are folders outside of it: paths mean the same on both sides.
+    The checkout is mounted under its own path, and so is what lies outside of it: paths mean the same on both sides.
     """
     mounts, options = ['-v "$PWD":"$PWD"'], ""
-    for option, folder, default in (
+    for option, given, default in (
         ("--build-folder", build_folder, _CHECKOUT / "build"),
         ("--repository", repository, REPOSITORY),
+        ("--table", table or DEFAULT_TABLE, DEFAULT_TABLE),
     ):
-        path = folder.resolve()
+        path = given.resolve()
         if path == default.resolve():
             continue
         if path.is_relative_to(_CHECKOUT):

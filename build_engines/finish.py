@@ -11,7 +11,7 @@ import dataclasses
 import importlib.util
 import json
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from build_engines.gpu import Gpu, find_gpu, installed_tensorrt
 from build_engines.install import Installed, install
 from build_engines.request import BuildRequest, code, described, row
 from build_engines.steps import StepResult, Steps
+from build_engines.table import Reranker
 from build_engines.verify_plan import verify_plan
 
 HANDOVER = "handover.json"
@@ -31,9 +32,14 @@ HANDOVER = "handover.json"
 MINIMUM_SPEEDUP = 1.1
 
 
-def write_handover(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Keep the manifest as far as it is known before there is an engine."""
-    (folder / HANDOVER).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+def write_handover(request: BuildRequest, manifest: Mapping[str, Any], steps: Iterable[StepResult]) -> None:
+    """Keep what finishing needs: the manifest so far, the precisions asked for, and which files belong together."""
+    handover = {
+        "manifest": manifest,
+        "row": row(request.reranker, "precision", "base_precision"),
+        "steps": {step.folder.name: dict(step.files) for step in steps},
+    }
+    (request.folder / HANDOVER).write_text(json.dumps(handover, indent=2), encoding="utf-8")
 
 
 def finish(request: BuildRequest, console: Console, *, engine_only: bool = False) -> Installed | Path:
@@ -42,9 +48,9 @@ def finish(request: BuildRequest, console: Console, *, engine_only: bool = False
     Without a GPU or TensorRT, return the verified graph and print the commands that finish the build; with
     `engine_only` that is an EngineError.
     """
-    reranker, steps = request.reranker, Steps(request.folder, console)
-    manifest = _read_handover(request)
-    graph = steps.finished("convert")
+    steps = Steps(request.folder, console)
+    manifest, reranker, earlier = _read_handover(request, steps)
+    graph = earlier["convert"]
     lacks = _lacks()
     if lacks:
         if engine_only:
@@ -55,12 +61,12 @@ def finish(request: BuildRequest, console: Console, *, engine_only: bool = False
         return graph.folder / "model.onnx"
     gpu = find_gpu()
     assert gpu is not None  # noqa: S101 - _lacks has looked
-    reference = steps.finished("verify-gpu").folder / "reference.npz"
+    reference = earlier["verify-gpu"].folder / "reference.npz"
     precision, plan = str(manifest["precision"]), _engine(request, steps, "engine", graph, gpu)
     gates = reranker.gates if precision == "int8" else reranker.base_gates
     measured = verify_plan(reranker, plan.folder / "model.plan", reference, gates)
     if precision == "int8" and reranker.precision == "auto":
-        base = _engine(request, steps, "engine-base", steps.finished("convert-base"), gpu)
+        base = _engine(request, steps, "engine-base", earlier["convert-base"], gpu)
         beside = verify_plan(reranker, base.folder / "model.plan", reference, reranker.base_gates)
         seconds = zip(measured["seconds_per_batch"], beside["seconds_per_batch"], strict=True)
         speedup = statistics.median(slower / faster for faster, slower in seconds)
@@ -68,7 +74,7 @@ def finish(request: BuildRequest, console: Console, *, engine_only: bool = False
         manifest["int8_speedup"] = speedup
         if speedup < MINIMUM_SPEEDUP:
             precision, plan, measured = reranker.base_precision, base, beside
-    pairing = steps.finished("pairing")
+    pairing = earlier["pairing"]
     facts = {"gpu": gpu.name, "compute_capability": gpu.compute_capability, **dataclasses.asdict(reranker.engine)}
     manifest |= {
         "precision": precision,
@@ -81,17 +87,25 @@ def finish(request: BuildRequest, console: Console, *, engine_only: bool = False
     return installed
 
 
-def _read_handover(request: BuildRequest) -> dict[str, Any]:
-    path = request.folder / HANDOVER
+def _read_handover(request: BuildRequest, steps: Steps) -> tuple[dict[str, Any], Reranker, dict[str, StepResult]]:
+    """Return the manifest so far, the row with the precisions that were asked for, and the earlier steps by name."""
+    path, name = request.folder / HANDOVER, request.reranker.name
+    command = f"python -m build_engines build {name} --target gpu --pairs FILE.jsonl"
     try:
-        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        name = request.reranker.name
+        handover = json.loads(path.read_text(encoding="utf-8"))
+        manifest, known, precisions = handover["manifest"], handover["steps"], handover["row"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise InstallError(
-            f"{path} cannot be read ({error}). First build up to the verified graph: python -m build_engines "
-            f"build {name} --target gpu --pairs FILE.jsonl"
+            f"{path} cannot be read ({error}). First build up to the verified graph: {command}"
         ) from error
-    return manifest
+    earlier = {step: steps.finished(step) for step in known}
+    changed = [step for step, result in earlier.items() if dict(result.files) != known[step]]
+    if changed:
+        raise InstallError(
+            f"{request.folder / changed[0]} was made again after the graph of {name} was verified; they may not belong "
+            f"together. Build up to the verified graph again: {command}"
+        )
+    return manifest, dataclasses.replace(request.reranker, **precisions), earlier
 
 
 def _lacks() -> str:
@@ -104,7 +118,7 @@ def _lacks() -> str:
 
 
 def _command(request: BuildRequest) -> str:
-    return finish_command(request.reranker.name, request.build_folder, request.repository)
+    return finish_command(request.reranker.name, request.build_folder, request.repository, request.table)
 
 
 def _engine(request: BuildRequest, steps: Steps, name: str, graph: StepResult, gpu: Gpu) -> StepResult:

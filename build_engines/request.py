@@ -17,7 +17,7 @@ from build_engines.fetch import Checkpoint
 from build_engines.pairs import SAMPLE, Candidates
 from build_engines.places import SCORER_CODE, TOKENIZER_CODE
 from build_engines.steps import StepResult, code_hash, tool_versions
-from build_engines.table import Reranker
+from build_engines.table import DEFAULT_TABLE, Reranker
 
 Target = Literal["cpu", "gpu", "onnx"]
 
@@ -30,6 +30,7 @@ class BuildRequest:
     """What to build and where to. `target` onnx stops at the FP32 graph, which equals PyTorch.
 
     `calibration` is for the gpu target; without it `pairs` is parted in two, for calibration and for verification.
+    `table` is where the reranker's row comes from.
     """
 
     reranker: Reranker
@@ -38,6 +39,7 @@ class BuildRequest:
     build_folder: Path
     pairs: Path = SAMPLE
     calibration: Path | None = None
+    table: Path = DEFAULT_TABLE
 
     @property
     def folder(self) -> Path:

@@ -4,8 +4,8 @@
     TRITON_RERANK_DATA=DIR python -m perf.quality light_reranker --sets squad_dev nq_oracle
     TRITON_RERANK_DATA=DIR python -m perf.quality light_reranker --target gpu
 
-It scores with the code that serves, in this process, on what `python -m build_engines build NAME` left in build/. For the
-gpu target, FP16 or BF16 and INT8 are the graphs that the build verified, rounded on this CPU as the engine rounds.
+It scores with the code that serves, in this process, on what `python -m build_engines build NAME` left in build/. For
+the gpu target, FP16 or BF16 and INT8 are the graphs that the build verified, rounded on this CPU as the engine rounds.
 """
 
 from __future__ import annotations
