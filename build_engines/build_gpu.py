@@ -157,10 +157,12 @@ def build_for_gpu(
     report = work.verify(quantized)
     steps.console.print(f"          {report.facts['precision'].upper()}: {report.facts['reason']}")
     steps.console.print(f"          report: {report.folder / 'report.md'}")
-    graphs = [work.convert("convert", ranges, quantized, report.facts["int8_layers"])]
+    candidates = report.facts["candidates"]
+    ships = next(candidate["max_shift"] for candidate in candidates if candidate["ships"])
+    graphs = [work.convert("convert", ranges, quantized, report.facts["int8_layers"], ships)]
     if report.facts["int8_layers"] and reranker.precision == "auto":
         # Where a GPU finds INT8 no faster, this ships.
-        graphs.append(work.convert("convert-base", ranges, quantized, []))
+        graphs.append(work.convert("convert-base", ranges, quantized, [], candidates[0]["max_shift"]))
     facts = manifest(reranker, "gpu", checkpoint, report, {})
     if ranges is not None:
         facts["calibration"] = {"file_sha256": sha256_file(Path(source)), **ranges.facts}
