@@ -80,6 +80,7 @@ def _rewrite(path: Path) -> None:
     model = onnx.load(path, load_external_data=False)
     _strip_traces(model)
     _scale_queries(model.graph)
+    _name_layers(model.graph)
     path.write_bytes(model.SerializeToString(deterministic=True))
 
 
@@ -103,6 +104,17 @@ def _scale_queries(graph: onnx.GraphProto) -> None:
         product.input[0], product.output[0] = scaled, scale.output[0]
         graph.node.insert(list(graph.node).index(product), before)
         graph.node.remove(scale)
+
+
+def _name_layers(graph: onnx.GraphProto) -> None:
+    """Call linear layers what the checkpoint calls them, for reports and profiles; the exporter numbers them."""
+    constant = {weight.name for weight in graph.initializer}
+    products = {n.output[0]: n for n in graph.node if n.op_type == "MatMul" and n.input[1] in constant}
+    for node in graph.node:
+        biases = [name for name in node.input if name in constant and name.endswith(".bias")]
+        layer = next((products[name] for name in node.input if name in products), None)
+        if node.op_type == "Add" and layer is not None and biases:
+            layer.name = biases[0].removeprefix("model.").removesuffix(".bias")
 
 
 def _strip_traces(model: onnx.ModelProto) -> None:
