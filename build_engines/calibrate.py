@@ -101,7 +101,7 @@ def calibrate(
     for pair in chosen:
         for name, values in zip(names, session.run(names, pair.arrays), strict=True):
             # NumPy's maximum passes NaN on; Python's may drop it.
-            ranges[name] = float(np.maximum(ranges[name], np.maximum(values.max(), -values.min())))
+            ranges[name] = float(np.maximum(ranges[name], np.abs(values).max()))
         advance()
     bad = [name for name, value in ranges.items() if not 0 < value < float("inf")]
     if bad:
