@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import logging
 import warnings
@@ -78,9 +79,9 @@ def _write(graph: torch.nn.Module, reranker: Reranker, path: Path, *, external: 
 
 def _rewrite(path: Path) -> None:
     model = onnx.load(path, load_external_data=False)
+    _name_layers(model.graph)
     _strip_traces(model)
     _scale_queries(model.graph)
-    _name_layers(model.graph)
     path.write_bytes(model.SerializeToString(deterministic=True))
 
 
@@ -109,12 +110,13 @@ def _scale_queries(graph: onnx.GraphProto) -> None:
 def _name_layers(graph: onnx.GraphProto) -> None:
     """Call linear layers what the checkpoint calls them, for reports and profiles; the exporter numbers them."""
     constant = {weight.name for weight in graph.initializer}
-    products = {n.output[0]: n for n in graph.node if n.op_type == "MatMul" and n.input[1] in constant}
     for node in graph.node:
-        biases = [name for name in node.input if name in constant and name.endswith(".bias")]
-        layer = next((products[name] for name in node.input if name in products), None)
-        if node.op_type == "Add" and layer is not None and biases:
-            layer.name = biases[0].removeprefix("model.").removesuffix(".bias")
+        if node.op_type == "MatMul" and node.input[1] in constant:
+            notes = {note.key: note.value for note in node.metadata_props}
+            # The modules around the product, as a list in Python's notation, and last the operator itself.
+            scopes = ast.literal_eval(notes.get("pkg.torch.onnx.name_scopes", "[]"))
+            if len(scopes) > 1:
+                node.name = scopes[-2].removeprefix("model.")
 
 
 def _strip_traces(model: onnx.ModelProto) -> None:
