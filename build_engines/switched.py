@@ -54,6 +54,10 @@ def write_switched(
     save(twin(model, base), path)
 
 
+# Stands for a change that is not finite: NaN has no place in an order, and neither has JSON one for it.
+_LOST = float(np.finfo(np.float32).max)
+
+
 class SwitchedScorer(graph_scoring.GraphScorer):
     """Scores with the nodes of `int8` in INT8 and the others in base precision."""
 
@@ -89,7 +93,8 @@ def sensitivities(
     found = {}
     for name in scorer.nodes:
         scorer.choose((name,))
-        found[name] = float(np.abs(np.concatenate(scorer.score(requests)) - reference).mean())
+        change = np.abs(np.concatenate(scorer.score(requests)) - reference).mean()
+        found[name] = float(np.nan_to_num(change, nan=_LOST, posinf=_LOST))
         advance()
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 

@@ -65,7 +65,8 @@ class Judge:
             return Candidate(name, {"not_finite": broken}, (Gate("scores not finite", broken, 0, False),), scores)
         layout = largest_layout_effect(self.scorer, self.verifier)
         figures = agreement(self.verifier, self.fp32, scores) | {"not_finite": 0, "layout_effect": layout}
-        own = Gate("neighbour, order or padding effect / spread", layout / spread, LAYOUT_TOLERANCE, False)
+        effect = layout / spread if spread else np.inf
+        own = Gate("neighbour, order or padding effect / spread", effect, LAYOUT_TOLERANCE, False)
         return Candidate(name, figures, (*compare(self.verifier, self.fp32, scores, gates), own), scores)
 
 

@@ -12,6 +12,7 @@ import pytest
 from build_engines.__main__ import _parser
 from build_engines.container import finish_command
 from build_engines.places import REPOSITORY
+from build_engines.table import DEFAULT_TABLE
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 USER = f"{os.getuid()}:{os.getgid()}"
@@ -28,10 +29,10 @@ def docker(tmp_path: Path) -> Path:
     return program.parent
 
 
-def arguments(docker: Path, build_folder: Path, repository: Path) -> list[list[str]]:
+def arguments(docker: Path, build_folder: Path, repository: Path, table: Path | None = None) -> list[list[str]]:
     """Return what docker was called with by the commands for light_reranker."""
     environment = {"PATH": f"{docker}:{os.defpath}", "TRITON_IMAGE": "an-image:26.01-py3"}
-    command = finish_command("light_reranker", build_folder, repository)
+    command = finish_command("light_reranker", build_folder, repository, table)
     subprocess.run(["/bin/sh", "-euc", command], cwd=CHECKOUT, env=environment, check=True)
     calls = (docker / "docker.log").read_text(encoding="utf-8").removesuffix("\n\n").split("\n\n")
     return [call.split("\n") for call in calls]
@@ -68,4 +69,26 @@ def test_a_build_folder_is_relative_to_where_the_command_is_given(
     monkeypatch.chdir(CHECKOUT)
     (docker / "docker.log").unlink()
     _, run = arguments(docker, Path("build"), Path("model_repository"))
+    assert run[-1] == "--engine-only"
+
+
+def test_another_table_is_mounted_and_named(docker: Path, tmp_path: Path) -> None:
+    table = tmp_path / "my tables" / "rerankers.toml"
+    _, run = arguments(docker, CHECKOUT / "build", REPOSITORY, table)
+    assert run[: len(RUN) + 2] == [*RUN, "-v", f"{table}:{table}"]
+    parsed = _parser().parse_args(run[run.index("build_engines") + 1 :])
+    assert (parsed.table, parsed.build_folder, parsed.repository) == (table, Path("build"), REPOSITORY)
+
+
+def test_a_table_inside_the_checkout_needs_no_mount(docker: Path) -> None:
+    _, run = arguments(docker, CHECKOUT / "build", REPOSITORY, CHECKOUT / "own" / "rerankers.toml")
+    assert "-v" not in run[len(RUN) :]
+    assert run[-2:] == ["--table", "own/rerankers.toml"]
+
+
+@pytest.mark.parametrize(
+    "table", [None, DEFAULT_TABLE, DEFAULT_TABLE.parent / ".." / "build_engines" / "rerankers.toml"]
+)
+def test_the_default_table_is_not_named(docker: Path, table: Path | None) -> None:
+    _, run = arguments(docker, CHECKOUT / "build", REPOSITORY, table)
     assert run[-1] == "--engine-only"
