@@ -138,6 +138,9 @@ def test_a_base_that_overflows_is_refused(bench: Bench, value: float) -> None:
     assert f"FP16 overflows: {lost} scores are not finite. In rerankers.toml set base_precision" in str(caught.value)
 
 
+BUCKETS = (32, 64, 128, 256, 512)
+
+
 def neighbours(_scorer: Chosen, feed: dict[str, NDArray[np.int64]]) -> NDArray[np.float64]:
     """Any other row in the batch adds to a score."""
     return np.full(len(feed["input_ids"]), 1.0 if len(feed["input_ids"]) > 1 else 0.0)
@@ -149,14 +152,21 @@ def order(_scorer: Chosen, feed: dict[str, NDArray[np.int64]]) -> NDArray[np.flo
     return np.where((np.arange(len(lengths)) == 0) & (lengths[0] > lengths[-1]), 1.0, 0.0)
 
 
+def crowd(_scorer: Chosen, feed: dict[str, NDArray[np.int64]]) -> NDArray[np.float64]:
+    """The last row is wrong where it is longer than the first and fills its bucket best."""
+    lengths, width = feed["attention_mask"].sum(axis=1), feed["input_ids"].shape[1]
+    wrong = lengths[0] < lengths[-1] and width == min(b for b in BUCKETS if b >= lengths[-1])
+    return np.where((np.arange(len(lengths)) == len(lengths) - 1) & wrong, 1.0, 0.0)
+
+
 def padding(_scorer: Chosen, feed: dict[str, NDArray[np.int64]]) -> NDArray[np.float64]:
     """Every row is wrong where the whole batch is padded to a bucket more than it needs."""
     longest, width = int(feed["attention_mask"].sum(axis=1).max()), feed["input_ids"].shape[1]
-    needed = min(bucket for bucket in (32, 64, 128, 256, 512) if bucket >= longest)
+    needed = min(bucket for bucket in BUCKETS if bucket >= longest)
     return np.full(len(feed["input_ids"]), 1.0 if width > needed else 0.0)
 
 
-@pytest.mark.parametrize("effect", [neighbours, order, padding])
+@pytest.mark.parametrize("effect", [neighbours, order, crowd, padding])
 @pytest.mark.parametrize("int8_alone", [True, False])
 def test_a_score_that_depends_on_its_place_is_outside_the_gates(bench: Bench, effect: Change, int8_alone: bool) -> None:
     spread = bench.spread
