@@ -27,6 +27,10 @@ def build(request: BuildRequest, console: Console) -> Installed | Path:
     BuildError that says which step refused, why, and what to do.
     """
     reranker = request.reranker
+    if request.target == "cpu" and reranker.precision in ("fp16", "bf16"):
+        raise TableError(
+            f"{reranker.name}: precision {reranker.precision} is for the gpu target; for cpu use auto, int8 or fp32."
+        )
     steps = Steps(request.folder, console)
     # A mistake in this file should show before the long steps.
     given = read_pairs(request.pairs)
@@ -34,6 +38,10 @@ def build(request: BuildRequest, console: Console) -> Installed | Path:
     with console.status("fetch ..."):
         checkpoint = fetch(reranker)
     console.print(f"[bold]fetch    [/bold] {len(checkpoint.files)} files hashed; {checkpoint.folder}")
+    if request.target == "gpu":
+        from build_engines.build_gpu import build_for_gpu, check_request  # noqa: PLC0415
+
+        check_request(request, given, checkpoint)
     shape = row(reranker, "head", "segment_ids", "max_length", "buckets", "max_batch_size")
     source = {"checkpoint": dict(checkpoint.files), "row": shape}
     pairing = steps.run(
@@ -43,8 +51,6 @@ def build(request: BuildRequest, console: Console) -> Installed | Path:
     if request.target == "onnx":
         return fp32.folder / "model.onnx"
     if request.target == "gpu":
-        from build_engines.build_gpu import build_for_gpu  # noqa: PLC0415
-
         return build_for_gpu(request, given, steps, checkpoint, pairing, fp32)
     return _build_for_cpu(request, given, steps, checkpoint, pairing, fp32)
 
@@ -58,10 +64,6 @@ def _build_for_cpu(
     fp32: StepResult,
 ) -> Installed:
     reranker = request.reranker
-    if reranker.precision in ("fp16", "bf16"):
-        raise TableError(
-            f"{reranker.name}: precision {reranker.precision} is for the gpu target; for cpu use auto, int8 or fp32."
-        )
     int8 = None
     if reranker.precision != "fp32":
         quantize = functools.partial(_quantize, fp32.folder / "model.onnx")

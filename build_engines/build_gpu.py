@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from build_engines.calibrate import CalibrationPair, calibrate, choose_pairs, split, without_evaluation
+from build_engines.calibrate import CalibrationPair, calibrate, choose_pairs, some_pairs, split, without_evaluation
 from build_engines.convert import Verified, convert, largest_difference
 from build_engines.errors import PairsError, TableError
 from build_engines.fetch import Checkpoint
@@ -25,6 +25,7 @@ from build_engines.request import BuildRequest, code, manifest, row, within_budg
 from build_engines.serving_code import graph_scoring, pair_encoding
 from build_engines.steps import StepResult, Steps
 from build_engines.switched import write_switched
+from build_engines.table import Reranker
 from build_engines.verify import Verifier
 from build_engines.verify_gpu import verify_for_tensorrt
 
@@ -126,8 +127,9 @@ class GpuBuild:
 
         def make(out: Path) -> dict[str, Any]:
             facts = convert(self.graph, _ranges(ranges), int8, base, out)
-            if base == "bf16" or not (sample := _sample(self.chosen)):
+            if base == "bf16":
                 return facts
+            sample = _sample(self.chosen)
             switched = quantized.folder / "switched.onnx"
             verified = Verified(switched, tuple(_layers(quantized)), tuple(int8), shift)
             return facts | {"difference_from_verified": largest_difference(out / "model.onnx", verified, sample)}
@@ -146,11 +148,11 @@ def build_for_gpu(
 ) -> Installed | Path:
     """Build and install the engine; return the verified graph where there is no GPU or no TensorRT to build it."""
     reranker = request.reranker
-    int8 = _check_precision(request, checkpoint)
+    int8 = _wants_int8(reranker)
     calibration, evaluation, source = _share_out(request, given, int8=int8)
     evaluation = within_budget(evaluation, steps.console)
     encoder = pair_encoding.PairEncoder.load(pairing.folder, cache_bytes=64 << 20, max_text_bytes=1 << 20)
-    chosen = choose_pairs(reranker, encoder, calibration, source) if int8 else []
+    chosen = choose_pairs(reranker, encoder, calibration, source) if int8 else some_pairs(reranker, encoder, evaluation)
     work = GpuBuild(request, steps, checkpoint, pairing, fp32, tuple(chosen), tuple(evaluation))
     ranges = work.calibrate() if int8 else None
     quantized = work.quantize(ranges)
@@ -170,8 +172,8 @@ def build_for_gpu(
     return finish(request, steps.console)
 
 
-def _check_precision(request: BuildRequest, checkpoint: Checkpoint) -> bool:
-    """Return whether INT8 is wanted; raise TableError for what the gpu target cannot do."""
+def check_request(request: BuildRequest, given: list[Candidates], checkpoint: Checkpoint) -> None:
+    """Raise TableError or PairsError for what the gpu target cannot do, before the steps that take minutes."""
     reranker = request.reranker
     if reranker.precision not in ("auto", "int8", reranker.base_precision):
         raise TableError(
@@ -184,7 +186,11 @@ def _check_precision(request: BuildRequest, checkpoint: Checkpoint) -> bool:
             f"{reranker.name}: int8_attention is for heads of at most {INT8_ATTENTION_MAX_HEAD}, and this checkpoint's "
             f"have {head_size}; TensorRT would not fuse them. Set int8_attention = false."
         )
-    return reranker.precision != reranker.base_precision
+    _share_out(request, given, int8=_wants_int8(reranker))
+
+
+def _wants_int8(reranker: Reranker) -> bool:
+    return reranker.precision in ("auto", "int8")
 
 
 def _share_out(
@@ -203,7 +209,7 @@ def _share_out(
             f"have two files, --calibration FILE.jsonl. Without INT8: --precision {request.reranker.base_precision}."
         )
     calibration, evaluation = split(given)
-    if not evaluation:
+    if not calibration or not evaluation:
         raise PairsError(
             f"{request.pairs} holds too few different queries to be parted in two; give --calibration too."
         )

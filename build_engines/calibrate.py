@@ -37,6 +37,7 @@ SEED = 0
 PAIRS_PER_BUCKET = 32
 # Fewer leave whole kinds of text out.
 MINIMUM_PAIRS = 128
+SOME = 16
 # Enough to find every length and script of a log; the rest of a large log is not tokenised.
 _LOOKED_AT = 20_000
 _SCRIPT_LETTERS = 200
@@ -84,6 +85,13 @@ def choose_pairs(
             f"queries and documents, or build without INT8: --precision {reranker.base_precision}."
         )
     return chosen
+
+
+def some_pairs(
+    reranker: Reranker, encoder: pair_encoding.PairEncoder, given: Sequence[Candidates]
+) -> list[CalibrationPair]:
+    """Return a few pairs to run a graph on where nothing is calibrated."""
+    return [_encode(reranker, encoder, *pair) for pair in list(_different_pairs(given))[:SOME]]
 
 
 def calibrate(

@@ -37,6 +37,7 @@ def write_handover(request: BuildRequest, manifest: Mapping[str, Any], steps: It
     handover = {
         "manifest": manifest,
         "row": row(request.reranker, "precision", "base_precision"),
+        "shape": _shape(request),
         "steps": {step.folder.name: dict(step.files) for step in steps},
     }
     (request.folder / HANDOVER).write_text(json.dumps(handover, indent=2), encoding="utf-8")
@@ -94,6 +95,7 @@ def _read_handover(request: BuildRequest, steps: Steps) -> tuple[dict[str, Any],
     try:
         handover = json.loads(path.read_text(encoding="utf-8"))
         manifest, known, precisions = handover["manifest"], handover["steps"], handover["row"]
+        shape = handover["shape"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InstallError(
             f"{path} cannot be read ({error}). First build up to the verified graph: {command}"
@@ -105,7 +107,17 @@ def _read_handover(request: BuildRequest, steps: Steps) -> tuple[dict[str, Any],
             f"{request.folder / changed[0]} was made again after the graph of {name} was verified; they may not belong "
             f"together. Build up to the verified graph again: {command}"
         )
+    if shape != _shape(request):
+        raise InstallError(
+            f"The graph of {name} was verified with {shape}, and its row of the table now says {_shape(request)}. "
+            f"Build up to the verified graph again: {command}"
+        )
     return manifest, dataclasses.replace(request.reranker, **precisions), earlier
+
+
+def _shape(request: BuildRequest) -> dict[str, Any]:
+    fields = row(request.reranker, "max_length", "buckets", "max_batch_size")
+    return fields | {"buckets": list(fields["buckets"])}  # as JSON has it
 
 
 def _lacks() -> str:

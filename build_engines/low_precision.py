@@ -103,7 +103,7 @@ def lower(model: onnx.ModelProto, base: BasePrecision) -> onnx.ModelProto:
         changed.CopyFrom(node)
         changed.input[:] = [as_type(name, low) for name in node.input]
         if low and node.op_type == "Cast" and node.output[0] in types.floats:
-            changed.attribute[0].i = _ELEMENT[base]
+            next(attribute for attribute in changed.attribute if attribute.name == "to").i = _ELEMENT[base]
         nodes.append(changed)
     for output in graph.output:
         if output.name in types.low_tensors:

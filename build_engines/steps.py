@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import resource
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -63,6 +64,8 @@ class Steps:
             "inputs": dict(inputs),
             "tools": tool_versions(),
             "seconds": round(seconds, 2),
+            # Of the whole process until now: a step that needs less than an earlier one does not show.
+            "peak_memory_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20), 2),
             "facts": facts,
             "files": files,
         }

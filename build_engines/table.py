@@ -140,13 +140,22 @@ class Reranker:
 
 
 def read_table(path: Path = DEFAULT_TABLE) -> dict[str, Reranker]:
-    """Read every row of a table; raise TableError naming the row and field that is wrong."""
+    """Read every row of a table; raise TableError naming the row and field that is wrong.
+
+    What a table of your own does not set, in a row or in its [defaults], is as in the project's own [defaults].
+    """
+    document, own = _document(path), _document(DEFAULT_TABLE)
+    defaults, given = own["defaults"], document.pop("defaults", {})
+    nested = {key: defaults.get(key, {}) | given.get(key, {}) for key in _NESTED}
+    defaults = defaults | given | nested
+    return {name: _row(name, defaults, row) for name, row in document.items()}
+
+
+def _document(path: Path) -> dict[str, Any]:
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise TableError(f"Cannot read the table of rerankers {path}: {error}") from error
-    defaults = document.pop("defaults", {})
-    return {name: _row(name, defaults, row) for name, row in document.items()}
 
 
 def find_reranker(name: str, path: Path = DEFAULT_TABLE) -> Reranker:

@@ -57,6 +57,9 @@ def main() -> None:
     status = subprocess.run(command, check=False).returncode
     if status not in (0, NOT_FINISHED):
         sys.exit(status)
+    for step in sorted(work.glob("*/*/step.json"), key=lambda path: path.stat().st_mtime):
+        made = json.loads(step.read_text(encoding="utf-8"))
+        print(f"  {made['step']:12} {made['seconds']:6.0f} s, peak so far {made['peak_memory_gib']:.1f} GiB")
     peak_gib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / (1 << 20)
     print(f"build {time.monotonic() - started:.0f} s, peak memory {peak_gib:.1f} GiB")
 
