@@ -172,7 +172,8 @@ def fake_int8(values: Floats, size: Any, rounding: Rounding = unrounded, *, cons
     scale = np.asarray(size, np.float32) / np.float32(127)
     stated = rounding(scale)
     steps = np.clip(np.rint(values / (scale if constant else stated)), -128, 127)
-    return (steps * stated).astype(np.float32)
+    found: Floats = (steps * stated).astype(np.float32)
+    return found
 
 
 def rounding_to(base: str) -> Rounding:
@@ -188,9 +189,9 @@ def rounding_to(base: str) -> Rounding:
 def layer_norm(x: Floats, gamma: Floats, beta: Floats) -> Floats:
     """Normalise the last axis; epsilon is ONNX's default."""
     centred = x - x.mean(-1, keepdims=True)
-    return (centred / np.sqrt((centred**2).mean(-1, keepdims=True) + np.float32(1e-5)) * gamma + beta).astype(
-        np.float32
-    )
+    scaled = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + np.float32(1e-5))
+    found: Floats = (scaled * gamma + beta).astype(np.float32)
+    return found
 
 
 def softmax(x: Floats) -> Floats:
@@ -202,7 +203,8 @@ def softmax(x: Floats) -> Floats:
 
 def gelu(x: Floats) -> Floats:
     """The exact one, not its approximation by tanh."""
-    return (x * 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))).astype(np.float32)
+    found: Floats = (x * 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))).astype(np.float32)
+    return found
 
 
 def arrays(*, seed: int = 0, lengths: Collection[int] = (5, 3, 2)) -> dict[str, Ids]:
