@@ -3,6 +3,10 @@
 
 For the cpu target activations are quantised as they come; for TensorRT their scales are fixed by calibration and
 stated in the graph as QuantizeLinear/DequantizeLinear pairs.
+
+onnxruntime's quantiser places them, not NVIDIA's ModelOpt: on the light reranker ModelOpt 0.47 agreed with FP32 no
+better for the same layers (Kendall's tau 0.90 to 0.92 for all linear layers), and with its own placement, which rounds
+residual additions, worse (0.74). It wants an environment of its own, 2 GB without CUDA's PyTorch.
 """
 
 from __future__ import annotations
