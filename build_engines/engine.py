@@ -140,10 +140,12 @@ def import_tensorrt() -> Any:
     # The second is what the first consists of; beside the libraries of an image it does alone.
     for name in ("tensorrt", "tensorrt_bindings"):
         try:
-            # Polygraphy looks for the one name only.
-            return sys.modules.setdefault("tensorrt", importlib.import_module(name))
+            found = importlib.import_module(name)
         except ImportError as error:
             reasons.append(str(error))
+            continue
+        sys.modules["tensorrt"] = found  # Polygraphy looks for this name only
+        return found
     raise EngineError(
         f"Engines are built by TensorRT, which cannot be imported here ({'; '.join(reasons)}). Build inside the image "
         "of deploy/Dockerfile, which has the TensorRT that will serve the engine, or run: pip install tensorrt"
