@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,10 +18,17 @@ from tests.server.raw_requests import arrays, executions, pairs, scores, scores_
 from tests.server.served import BERT, INT8, LIGHT, XLM_R
 from tests.server.texts import QUERY, mixed, words
 
-# Keeps a tokenizer busy for long enough that what is sent right after it waits and is taken together.
-_LONG_WORK = pairs([QUERY], [mixed(6_000, seed=row) for row in range(14)])
 _CROWD = 8
 _ATTEMPTS = 10
+_seeds = itertools.count()
+
+
+def _long_work() -> list[Any]:
+    """Keep a tokenizer busy for long enough that what is sent right after it waits and is taken together.
+
+    New texts every time: those it has seen take no time at all.
+    """
+    return pairs([QUERY], [mixed(6_000, seed=next(_seeds)) for _ in range(14)])
 
 
 @pytest.mark.parametrize("name", [XLM_R, BERT, INT8])
@@ -30,7 +39,7 @@ def test_a_bad_request_in_a_merged_batch_is_the_only_one_refused(
     good = [pairs([QUERY], [words(3 + n, seed=n)]) for n in range(_CROWD - 1)]
     alone = [scores(grpc, name, request) for request in good]
     crowd = [*good[:4], pairs([query], [document]), *good[4:]]
-    answers = _merged(grpc, name, f"{name}_tokenizer", _LONG_WORK, crowd)
+    answers = _merged(grpc, name, f"{name}_tokenizer", _long_work, crowd)
     refused = answers.pop(4)
     assert isinstance(refused, InferenceServerException)
     assert refused.status() == "StatusCode.INVALID_ARGUMENT"
@@ -44,7 +53,7 @@ def test_bad_arrays_in_a_merged_batch_are_the_only_ones_refused(grpc: Any) -> No
     good = [arrays([[2, *[7] * n, 3]], [[1] * (n + 2)], [[0] * (n + 2)]) for n in range(_CROWD - 1)]
     alone = [scores(grpc, name, request) for request in good]
     crowd = [*good[:4], arrays([[0, 2, 3]], [[0, 1, 1]], [[0, 0, 0]]), *good[4:]]
-    answers = _merged(grpc, name, name, work, crowd)
+    answers = _merged(grpc, name, name, lambda: work, crowd)
     refused = answers.pop(4)
     assert isinstance(refused, InferenceServerException)
     assert "row 0 is [0 1 1]" in refused.message()
@@ -87,12 +96,13 @@ def test_int8_runs_no_padding_at_all(server: TritonServer) -> None:
         assert grown.of(metric, f"{INT8}_scorer") == sum(hit.tokens for hit in hits)
 
 
-def _merged(grpc: Any, name: str, step: str, work: list[Any], crowd: list[list[Any]]) -> list[Any]:
-    """Send `crowd` while `step` is busy with `work`, until it has taken the crowd in three batches at most.
+def _merged(grpc: Any, name: str, step: str, make_work: Callable[[], list[Any]], crowd: list[list[Any]]) -> list[Any]:
+    """Send `crowd` while `step` is busy with what `make_work` makes, until it has taken it in three batches at most.
 
     Triton prepares up to two batches while one is executed, so that the first of the crowd may go ahead of the rest.
     """
     for _ in range(_ATTEMPTS):
+        work = make_work()
         _, before = executions(grpc, step)
         first, *answers = scores_at_once(grpc, [(name, work), *((name, request) for request in crowd)])
         assert isinstance(first, list), first
