@@ -18,7 +18,6 @@ from build_engines.build import build
 from build_engines.configs import pinned_version, write_configs
 from build_engines.demo import run_demo
 from build_engines.errors import BuildError, EngineError
-from build_engines.finish import finish
 from build_engines.install import installed_versions, pin, read_manifest
 from build_engines.pairs import SAMPLE
 from build_engines.places import REPOSITORY
@@ -156,6 +155,8 @@ def _build(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.engine_only:
         if arguments.target != "gpu":
             raise EngineError("--engine-only finishes a gpu build; give --target gpu as well.")
+        from build_engines.finish import finish  # noqa: PLC0415 - ONNX and its runtime, which other commands do not need
+
         finish(request, console, engine_only=True)
         return 0
     built = build(request, console)

@@ -13,9 +13,9 @@ from build_engines.errors import TableError
 from build_engines.fetch import Checkpoint, fetch
 from build_engines.hashing import sha256_file
 from build_engines.install import Installed, install
-from build_engines.pairs import Candidates, read_pairs
+from build_engines.pairs import read_pairs
 from build_engines.progress import bars
-from build_engines.request import BuildRequest, code, described, manifest, row, within_budget
+from build_engines.request import BuildRequest, Exported, code, described, manifest, row, within_budget
 from build_engines.steps import StepResult, Steps
 from build_engines.table import Reranker
 
@@ -39,9 +39,9 @@ def build(request: BuildRequest, console: Console) -> Installed | Path:
         checkpoint = fetch(reranker)
     console.print(f"[bold]fetch    [/bold] {len(checkpoint.files)} files hashed; {checkpoint.folder}")
     if request.target == "gpu":
-        from build_engines.build_gpu import build_for_gpu, check_request  # noqa: PLC0415
+        from build_engines.build_gpu import build_for_gpu, share_out  # noqa: PLC0415
 
-        check_request(request, given, checkpoint)
+        shares = share_out(request, given, checkpoint)
     shape = row(reranker, "head", "segment_ids", "max_length", "buckets", "max_batch_size")
     source = {"checkpoint": dict(checkpoint.files), "row": shape}
     pairing = steps.run(
@@ -50,35 +50,30 @@ def build(request: BuildRequest, console: Console) -> Installed | Path:
     fp32 = steps.run("export", source | code("export", "families"), functools.partial(_export, checkpoint, reranker))
     if request.target == "onnx":
         return fp32.folder / "model.onnx"
+    common = Exported(request, given, steps, checkpoint, pairing, fp32)
     if request.target == "gpu":
-        return build_for_gpu(request, given, steps, checkpoint, pairing, fp32)
-    return _build_for_cpu(request, given, steps, checkpoint, pairing, fp32)
+        return build_for_gpu(common, shares)
+    return _build_for_cpu(common)
 
 
-def _build_for_cpu(
-    request: BuildRequest,
-    given: list[Candidates],
-    steps: Steps,
-    checkpoint: Checkpoint,
-    pairing: StepResult,
-    fp32: StepResult,
-) -> Installed:
-    reranker = request.reranker
+def _build_for_cpu(common: Exported) -> Installed:
+    reranker, steps, pairing, fp32 = common.reranker, common.steps, common.pairing, common.fp32
     int8 = None
     if reranker.precision != "fp32":
-        quantize = functools.partial(_quantize, fp32.folder / "model.onnx")
+        quantize = functools.partial(_quantize, common.graph)
         int8 = steps.run("quantize", {"graph": dict(fp32.files)} | code("quantize"), quantize)
-    report = _verify(request, given, steps, checkpoint, pairing, fp32, int8)
+    report = _verify(common, int8)
     shipped = int8 if int8 is not None and report.facts["precision"] == "int8" else fp32
     steps.console.print(f"          ships {report.facts['precision'].upper()}: {report.facts['reason']}")
+    repository = common.request.repository
     installed = install(
-        request.repository,
+        repository,
         reranker,
         pairing=pairing.folder,
         graph=shipped.folder,
-        manifest=manifest(reranker, "cpu", checkpoint, report, described({"pairing": pairing, "graph": shipped})),
+        manifest=manifest(reranker, "cpu", common.checkpoint, report, described(pairing, shipped)),
     )
-    installed.say(steps.console, reranker, request.repository)
+    installed.say(steps.console, reranker, repository)
     return installed
 
 
@@ -100,32 +95,24 @@ def _quantize(graph: Path, out: Path) -> dict[str, Any]:
     return quantize_for_cpu(graph, out)
 
 
-def _verify(
-    request: BuildRequest,
-    given: list[Candidates],
-    steps: Steps,
-    checkpoint: Checkpoint,
-    pairing: StepResult,
-    fp32: StepResult,
-    int8: StepResult | None,
-) -> StepResult:
+def _verify(common: Exported, int8: StepResult | None) -> StepResult:
     from build_engines.verify import Verifier, verify  # noqa: PLC0415
 
-    reranker = request.reranker
-    candidates = within_budget(given, steps.console)
+    reranker, steps, pairing = common.reranker, common.steps, common.pairing
+    candidates = within_budget(common.given, steps.console)
 
     def make(out: Path) -> dict[str, Any]:
-        verifier = Verifier(reranker, pairing.folder, int(checkpoint.config["vocab_size"]), candidates)
+        verifier = Verifier(reranker, pairing.folder, common.vocabulary, candidates)
         total = (1 if int8 is None else 2) * len(candidates)
         with bars(steps.console)("verify", "queries", total) as advance:
             int8_graph = None if int8 is None else int8.folder / "model.onnx"
-            return verify(verifier, fp32.folder / "model.onnx", int8_graph, out, advance)
+            return verify(verifier, common.graph, int8_graph, out, advance)
 
     inputs = {
         "pairing": dict(pairing.files),
-        "fp32": dict(fp32.files),
+        "fp32": dict(common.fp32.files),
         "int8": dict(int8.files) if int8 else None,
-        "pairs": sha256_file(request.pairs),
+        "pairs": sha256_file(common.request.pairs),
         "row": row(reranker, "precision", "gates", "ndcg_above_chance"),
     } | code("verify", "quality", "pair_encoding", "graph_scoring")
     return steps.run("verify", inputs, make)

@@ -21,11 +21,10 @@ from build_engines.install import Installed
 from build_engines.pairs import SAMPLE, Candidates, read_pairs
 from build_engines.progress import bars
 from build_engines.quantize import attention_products, linear_layers
-from build_engines.request import BuildRequest, code, manifest, row, within_budget
+from build_engines.request import BuildRequest, Exported, code, manifest, row, within_budget
 from build_engines.serving_code import graph_scoring, pair_encoding
-from build_engines.steps import StepResult, Steps
+from build_engines.steps import StepResult
 from build_engines.switched import write_switched
-from build_engines.table import Reranker
 from build_engines.verify import Verifier
 from build_engines.verify_gpu import verify_for_tensorrt
 
@@ -37,68 +36,70 @@ _SENSITIVITY_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
+class Shares:
+    """Who calibrates and who judges; no query is in both. `source` is the file that calibration comes from."""
+
+    calibration: list[Candidates]
+    evaluation: list[Candidates]
+    source: Path | None
+
+
+@dataclass(frozen=True, slots=True)
 class GpuBuild:
     """The steps of one gpu build, and what they have in common."""
 
-    request: BuildRequest
-    steps: Steps
-    checkpoint: Checkpoint
-    pairing: StepResult
-    fp32: StepResult
+    common: Exported
     chosen: tuple[CalibrationPair, ...]
     evaluation: tuple[Candidates, ...]
 
-    @property
-    def graph(self) -> Path:
-        """The FP32 graph."""
-        return self.fp32.folder / "model.onnx"
-
     def inputs(self, *modules: str, **others: Any) -> dict[str, Any]:
         """Return what a step depends on."""
-        base = row(self.request.reranker, "base_precision", "int8_attention")
-        return {"fp32": dict(self.fp32.files), "row": base} | others | code("low_precision", *modules)
+        base = row(self.common.reranker, "base_precision", "int8_attention")
+        return {"fp32": dict(self.common.fp32.files), "row": base} | others | code("low_precision", *modules)
 
     def calibrate(self) -> StepResult:
         """Measure the ranges of activations."""
 
         def make(out: Path) -> dict[str, Any]:
-            with bars(self.steps.console)("calibrate", "pairs", len(self.chosen)) as advance:
-                return calibrate(self.request.reranker, self.graph, self.chosen, out, advance)
+            with bars(self.common.steps.console)("calibrate", "pairs", len(self.chosen)) as advance:
+                return calibrate(self.common.reranker, self.common.graph, self.chosen, out, advance)
 
         ids = sha256_value([pair.arrays["input_ids"].tolist() for pair in self.chosen])
-        result = self.steps.run("calibrate", self.inputs("calibrate", "quantize", pairs=ids), make)
+        result = self.common.steps.run("calibrate", self.inputs("calibrate", "quantize", pairs=ids), make)
         empty = result.facts["empty_buckets"]
         if empty:
-            self.steps.console.print(f"          no pairs of the buckets {empty}: their scales come from the others")
+            self.common.steps.console.print(
+                f"          no pairs of the buckets {empty}: their scales come from the others"
+            )
         return result
 
     def quantize(self, ranges: StepResult | None) -> StepResult:
         """Write the twin with a switch at each product that may be INT8; none without ranges."""
 
         def make(out: Path) -> dict[str, Any]:
-            graph = onnx.load(self.graph, load_external_data=False).graph
+            graph = onnx.load(self.common.graph, load_external_data=False).graph
             nodes = [node.name for node in linear_layers(graph)] if ranges else []
-            if ranges and self.request.reranker.int8_attention:
+            if ranges and self.common.reranker.int8_attention:
                 nodes += [node.name for node in attention_products(graph)]
             write_switched(
-                self.graph, _ranges(ranges), nodes, self.request.reranker.base_precision, out / "switched.onnx"
+                self.common.graph, _ranges(ranges), nodes, self.common.reranker.base_precision, out / "switched.onnx"
             )
             (out / "layers.json").write_text(json.dumps(nodes), encoding="utf-8")
             return {"layers": len(nodes)}
 
         made_from = dict(ranges.files) if ranges else None
-        return self.steps.run("quantize-gpu", self.inputs("quantize", "switched", ranges=made_from), make)
+        return self.common.steps.run("quantize-gpu", self.inputs("quantize", "switched", ranges=made_from), make)
 
     def verify(self, quantized: StepResult) -> StepResult:
         """Choose what ships."""
-        reranker = self.request.reranker
+        reranker = self.common.reranker
 
         def make(out: Path) -> dict[str, Any]:
-            vocabulary = int(self.checkpoint.config["vocab_size"])
-            verifier = Verifier(reranker, self.pairing.folder, vocabulary, self.evaluation)
+            common = self.common
+            verifier = Verifier(reranker, common.pairing.folder, common.vocabulary, self.evaluation)
             switched, layers = quantized.folder / "switched.onnx", _layers(quantized)
-            draw = bars(self.steps.console)
-            return verify_for_tensorrt(verifier, self.graph, switched, layers, _sample(self.chosen), out, draw)
+            draw = bars(self.common.steps.console)
+            return verify_for_tensorrt(verifier, self.common.graph, switched, layers, _sample(self.chosen), out, draw)
 
         fields = ("precision", "gates", "base_gates", "ndcg_above_chance", "search_budget", "buckets")
         inputs = self.inputs(
@@ -109,12 +110,12 @@ class GpuBuild:
             "quality",
             "pair_encoding",
             "graph_scoring",
-            pairing=dict(self.pairing.files),
+            pairing=dict(self.common.pairing.files),
             quantized=dict(quantized.files),
             verified=row(reranker, *fields),
             pairs=sha256_value([[c.query, list(c.documents), c.relevance] for c in self.evaluation]),
         )
-        return self.steps.run("verify-gpu", inputs, make)
+        return self.common.steps.run("verify-gpu", inputs, make)
 
     def convert(
         self, name: str, ranges: StepResult | None, quantized: StepResult, int8: list[str], shift: float
@@ -123,10 +124,10 @@ class GpuBuild:
 
         `shift` is the largest change against FP32 that verification found.
         """
-        base = self.request.reranker.base_precision
+        base = self.common.reranker.base_precision
 
         def make(out: Path) -> dict[str, Any]:
-            facts = convert(self.graph, _ranges(ranges), int8, base, out)
+            facts = convert(self.common.graph, _ranges(ranges), int8, base, out)
             if base == "bf16":
                 return facts
             sample = _sample(self.chosen)
@@ -135,45 +136,39 @@ class GpuBuild:
             return facts | {"difference_from_verified": largest_difference(out / "model.onnx", verified, sample)}
 
         made_from = {"quantized": dict(quantized.files), "int8": int8, "shift": shift}
-        return self.steps.run(name, self.inputs("convert", "quantize", "switched", **made_from), make)
+        return self.common.steps.run(name, self.inputs("convert", "quantize", "switched", **made_from), make)
 
 
-def build_for_gpu(
-    request: BuildRequest,
-    given: list[Candidates],
-    steps: Steps,
-    checkpoint: Checkpoint,
-    pairing: StepResult,
-    fp32: StepResult,
-) -> Installed | Path:
+def build_for_gpu(common: Exported, shares: Shares) -> Installed | Path:
     """Build and install the engine; return the verified graph where there is no GPU or no TensorRT to build it."""
-    reranker = request.reranker
-    int8 = _wants_int8(reranker)
-    calibration, evaluation, source = _share_out(request, given, int8=int8)
-    evaluation = within_budget(evaluation, steps.console)
-    encoder = pair_encoding.PairEncoder.load(pairing.folder, cache_bytes=64 << 20, max_text_bytes=1 << 20)
-    chosen = choose_pairs(reranker, encoder, calibration, source) if int8 else some_pairs(reranker, encoder, evaluation)
-    work = GpuBuild(request, steps, checkpoint, pairing, fp32, tuple(chosen), tuple(evaluation))
-    ranges = work.calibrate() if int8 else None
+    request, reranker, console = common.request, common.reranker, common.steps.console
+    evaluation = within_budget(shares.evaluation, console)
+    encoder = pair_encoding.PairEncoder.load(common.pairing.folder, cache_bytes=64 << 20, max_text_bytes=1 << 20)
+    if shares.source is None:
+        chosen = some_pairs(reranker, encoder, evaluation)
+    else:
+        chosen = choose_pairs(reranker, encoder, shares.calibration, str(shares.source))
+    work = GpuBuild(common, tuple(chosen), tuple(evaluation))
+    ranges = None if shares.source is None else work.calibrate()
     quantized = work.quantize(ranges)
     report = work.verify(quantized)
-    steps.console.print(f"          {report.facts['precision'].upper()}: {report.facts['reason']}")
-    steps.console.print(f"          report: {report.folder / 'report.md'}")
+    console.print(f"          {report.facts['precision'].upper()}: {report.facts['reason']}")
+    console.print(f"          report: {report.folder / 'report.md'}")
     candidates = report.facts["candidates"]
     ships = next(candidate["max_shift"] for candidate in candidates if candidate["ships"])
     graphs = [work.convert("convert", ranges, quantized, report.facts["int8_layers"], ships)]
     if report.facts["int8_layers"] and reranker.precision == "auto":
         # Where a GPU finds INT8 no faster, this ships.
         graphs.append(work.convert("convert-base", ranges, quantized, [], candidates[0]["max_shift"]))
-    facts = manifest(reranker, "gpu", checkpoint, report, {})
-    if ranges is not None:
-        facts["calibration"] = {"file_sha256": sha256_file(Path(source)), **ranges.facts}
-    write_handover(request, facts, (pairing, report, *graphs))
-    return finish(request, steps.console)
+    facts = manifest(reranker, "gpu", common.checkpoint, report, {})
+    if ranges is not None and shares.source is not None:
+        facts["calibration"] = {"file_sha256": sha256_file(shares.source), **ranges.facts}
+    write_handover(request, facts, (common.pairing, report, *graphs))
+    return finish(request, console)
 
 
-def check_request(request: BuildRequest, given: list[Candidates], checkpoint: Checkpoint) -> None:
-    """Raise TableError or PairsError for what the gpu target cannot do, before the steps that take minutes."""
+def share_out(request: BuildRequest, given: list[Candidates], checkpoint: Checkpoint) -> Shares:
+    """Part the pairs; raise TableError or PairsError for what this target cannot do, before steps that take minutes."""
     reranker = request.reranker
     if reranker.precision not in ("auto", "int8", reranker.base_precision):
         raise TableError(
@@ -186,34 +181,22 @@ def check_request(request: BuildRequest, given: list[Candidates], checkpoint: Ch
             f"{reranker.name}: int8_attention is for heads of at most {INT8_ATTENTION_MAX_HEAD}, and this checkpoint's "
             f"have {head_size}; TensorRT would not fuse them. Set int8_attention = false."
         )
-    _share_out(request, given, int8=_wants_int8(reranker))
-
-
-def _wants_int8(reranker: Reranker) -> bool:
-    return reranker.precision in ("auto", "int8")
-
-
-def _share_out(
-    request: BuildRequest, given: list[Candidates], *, int8: bool
-) -> tuple[list[Candidates], list[Candidates], str]:
-    """Return (for calibration, for evaluation, the file that calibration comes from); no query is in both."""
-    if not int8:
-        return [], given, ""
+    if reranker.precision == reranker.base_precision:  # no INT8, so nothing to calibrate
+        return Shares([], given, None)
     if request.calibration is not None:
-        calibration = without_evaluation(read_pairs(request.calibration), given)
-        return calibration, given, str(request.calibration)
+        return Shares(without_evaluation(read_pairs(request.calibration), given), given, request.calibration)
     if request.pairs == SAMPLE:
         raise PairsError(
-            f"{request.reranker.name}: INT8 on the gpu target is calibrated on your own queries and documents; "
+            f"{reranker.name}: INT8 on the gpu target is calibrated on your own queries and documents; "
             "give them with --pairs FILE.jsonl (parted in two, for calibration and verification) and, if you "
-            f"have two files, --calibration FILE.jsonl. Without INT8: --precision {request.reranker.base_precision}."
+            f"have two files, --calibration FILE.jsonl. Without INT8: --precision {reranker.base_precision}."
         )
     calibration, evaluation = split(given)
     if not calibration or not evaluation:
         raise PairsError(
             f"{request.pairs} holds too few different queries to be parted in two; give --calibration too."
         )
-    return calibration, evaluation, str(request.pairs)
+    return Shares(calibration, evaluation, request.pairs)
 
 
 def _ranges(step: StepResult | None) -> dict[str, float]:

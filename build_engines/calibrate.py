@@ -145,9 +145,7 @@ def _encode(reranker: Reranker, encoder: pair_encoding.PairEncoder, query: str, 
     except pair_encoding.TextError as error:
         raise PairsError(f"The query {query[:60]!r} cannot be used: {error}") from error
     length = int(pairs.attention_mask.sum())
-    arrays = {"input_ids": pairs.input_ids[:, :length], "attention_mask": pairs.attention_mask[:, :length]}
-    if pairs.token_type_ids is not None:
-        arrays["token_type_ids"] = pairs.token_type_ids[:, :length]
+    arrays = {name: array[:, :length] for name, array in pairs.arrays.items()}
     bucket = next(bucket for bucket in reranker.buckets if bucket >= length)
     return CalibrationPair(bucket, script_of(document), arrays)
 

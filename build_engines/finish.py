@@ -25,11 +25,10 @@ from build_engines.install import Installed, install
 from build_engines.request import BuildRequest, code, described, row
 from build_engines.steps import StepResult, Steps
 from build_engines.table import Reranker
+from build_engines.verify import MINIMUM_SPEEDUP
 from build_engines.verify_plan import verify_plan
 
 HANDOVER = "handover.json"
-# Below this INT8 is not worth its loss; the same bound as on the cpu target.
-MINIMUM_SPEEDUP = 1.1
 
 
 def write_handover(request: BuildRequest, manifest: Mapping[str, Any], steps: Iterable[StepResult]) -> None:
@@ -52,16 +51,15 @@ def finish(request: BuildRequest, console: Console, *, engine_only: bool = False
     steps = Steps(request.folder, console)
     manifest, reranker, earlier = _read_handover(request, steps)
     graph = earlier["convert"]
-    lacks = _lacks()
-    if lacks:
+    gpu = find_gpu()
+    lacks = _lacks(gpu)
+    if gpu is None or lacks:
         if engine_only:
             raise EngineError(f"{reranker.name}: {lacks}. Finish in the container:\n{_command(request)}")
         console.print(f"[bold]engine   [/bold] not built: {lacks}. The verified graph is {graph.folder / 'model.onnx'}")
         console.print("          Finish where the engine will be served:\n")
         console.print(_command(request), markup=False)
         return graph.folder / "model.onnx"
-    gpu = find_gpu()
-    assert gpu is not None  # noqa: S101 - _lacks has looked
     reference = earlier["verify-gpu"].folder / "reference.npz"
     precision, plan = str(manifest["precision"]), _engine(request, steps, "engine", graph, gpu)
     gates = reranker.gates if precision == "int8" else reranker.base_gates
@@ -81,7 +79,7 @@ def finish(request: BuildRequest, console: Console, *, engine_only: bool = False
         "precision": precision,
         "engine": dict(plan.facts) | facts,
         "on_gpu": measured,
-        "files": described({"pairing": pairing, "plan": plan}),
+        "files": described(pairing, plan),
     }
     installed = install(request.repository, reranker, pairing=pairing.folder, graph=plan.folder, manifest=manifest)
     installed.say(console, reranker, request.repository)
@@ -120,9 +118,9 @@ def _shape(request: BuildRequest) -> dict[str, Any]:
     return fields | {"buckets": list(fields["buckets"])}  # as JSON has it
 
 
-def _lacks() -> str:
+def _lacks(gpu: Gpu | None) -> str:
     """Return what this machine lacks to build an engine; empty where nothing is missing."""
-    if find_gpu() is None:
+    if gpu is None:
         return "this machine has no NVIDIA GPU, or no driver for it"
     if not any(importlib.util.find_spec(name) for name in ("tensorrt", "tensorrt_bindings")):
         return "TensorRT is not installed here"

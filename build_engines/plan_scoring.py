@@ -153,10 +153,4 @@ class PlanScorer:
 
 
 def _feed(pairs: graph_scoring.PaddedPairs, rows: NDArray[np.int64], bucket: int) -> dict[str, Any]:
-    """Cut or pad rows to `bucket`. Zeros pad, as in the scorer for the CPU: no graph looks at ids that are masked."""
-    feed = {}
-    for name, array in pairs.arrays.items():
-        feed[name] = np.zeros((len(rows), bucket), dtype=np.int64)
-        width = min(bucket, array.shape[1])
-        feed[name][:, :width] = array[rows, :width]
-    return feed
+    return graph_scoring.pad_rows([(pairs, row) for row in rows], pairs.arrays, bucket)

@@ -26,6 +26,12 @@ def ndcg_at_10(scores: ArrayLike, relevance: Sequence[float], *, all_relevant: S
     return _dcg(gains[rank_order(scores)]) / best if best > 0 else 0.0
 
 
+def mean_ndcg(scores: Sequence[ArrayLike], grades: Sequence[Sequence[float] | None]) -> float | None:
+    """Return the mean nDCG@10 over the queries of which something is known to be relevant; None without any."""
+    known = [ndcg_at_10(s, g) for s, g in zip(scores, grades, strict=True) if g and any(g)]
+    return float(np.mean(known)) if known else None
+
+
 def kendall_tau(a: ArrayLike, b: ArrayLike) -> float:
     """Return Kendall's tau-b of two score lists, -1..1 (Kendall 1945); 1 for two constant or single lists."""
     x, y = (np.asarray(scores, dtype=np.float64) for scores in (a, b))

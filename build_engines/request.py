@@ -16,7 +16,7 @@ from build_engines.errors import PairsError
 from build_engines.fetch import Checkpoint
 from build_engines.pairs import SAMPLE, Candidates
 from build_engines.places import SCORER_CODE, TOKENIZER_CODE
-from build_engines.steps import StepResult, code_hash, tool_versions
+from build_engines.steps import StepResult, Steps, code_hash, tool_versions
 from build_engines.table import DEFAULT_TABLE, Reranker
 
 Target = Literal["cpu", "gpu", "onnx"]
@@ -47,6 +47,33 @@ class BuildRequest:
         return self.build_folder / self.reranker.name
 
 
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A build as far as both targets go the same way: what was asked for, and the steps up to the FP32 graph."""
+
+    request: BuildRequest
+    given: list[Candidates]
+    steps: Steps
+    checkpoint: Checkpoint
+    pairing: StepResult
+    fp32: StepResult
+
+    @property
+    def reranker(self) -> Reranker:
+        """The row that is built."""
+        return self.request.reranker
+
+    @property
+    def graph(self) -> Path:
+        """The FP32 graph."""
+        return self.fp32.folder / "model.onnx"
+
+    @property
+    def vocabulary(self) -> int:
+        """Ids are below this."""
+        return int(self.checkpoint.config["vocab_size"])
+
+
 def within_budget(candidates: list[Candidates], console: Console) -> list[Candidates]:
     """Return the first candidates that make MAX_VERIFY_PAIRS pairs, and say if that is not all of them."""
     total = 0
@@ -75,11 +102,11 @@ def row(reranker: Reranker, *names: str) -> dict[str, Any]:
     return {name: fields[name] for name in names}
 
 
-def described(steps: Mapping[str, StepResult]) -> dict[str, dict[str, Any]]:
+def described(*steps: StepResult) -> dict[str, dict[str, Any]]:
     """Return a manifest's entry for each file that some steps wrote: its sha256 and size."""
     return {
         name: {"sha256": digest, "bytes": (step.folder / name).stat().st_size}
-        for step in steps.values()
+        for step in steps
         for name, digest in step.files.items()
     }
 

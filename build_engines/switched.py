@@ -73,11 +73,7 @@ class SwitchedScorer(graph_scoring.GraphScorer):
 
     def run_padded(self, rows: Sequence[tuple[graph_scoring.PaddedPairs, int]], length: int) -> NDArray[np.float32]:
         """Score some rows of requests in one batch padded to `length` tokens; return float32[rows]."""
-        feed = {name: np.zeros((len(rows), length), dtype=np.int64) for name in self.input_names}
-        for name, array in feed.items():
-            for target, (request, row) in zip(array, rows, strict=True):
-                target[: request.lengths[row]] = request.arrays[name][row, : request.lengths[row]]
-        return self.run(self._alone, feed)[:, 0]
+        return self.run(self._alone, graph_scoring.pad_rows(rows, self.input_names, length))[:, 0]
 
     def run(self, session: object, feed: dict[str, NDArray[np.int64]]) -> NDArray[np.float32]:
         """Run the graph once with the switches as they are."""

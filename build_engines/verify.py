@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from build_engines.configs import TOKENS_PER_RUN
 from build_engines.errors import GateError, PairsError
 from build_engines.pairs import Candidates
-from build_engines.quality import kendall_tau, ndcg_at_10, rank_order
+from build_engines.quality import kendall_tau, mean_ndcg, ndcg_at_10, rank_order
 from build_engines.serving_code import graph_scoring, pair_encoding
 from build_engines.table import Gates, Reranker
 
@@ -108,10 +108,7 @@ class Verifier:
 
     def ndcg(self, scores: Scores) -> float | None:
         """Return the mean nDCG@10 over the queries whose grades are known; None where there are none."""
-        known = [
-            (s, c.relevance) for s, c in zip(scores, self.candidates, strict=True) if c.relevance and any(c.relevance)
-        ]
-        return float(np.mean([ndcg_at_10(s, grades) for s, grades in known])) if known else None
+        return mean_ndcg(scores, [candidates.relevance for candidates in self.candidates])
 
 
 class Graded(Protocol):
@@ -224,10 +221,7 @@ def _encode(
         pairs = encoder.encode([query.query.encode()] * len(documents), documents)
     except pair_encoding.TextError as error:
         raise PairsError(f"The query {query.query[:60]!r} cannot be scored: {error}") from error
-    arrays = {"input_ids": pairs.input_ids, "attention_mask": pairs.attention_mask}
-    if pairs.token_type_ids is not None:
-        arrays["token_type_ids"] = pairs.token_type_ids
-    return graph_scoring.PaddedPairs.check(arrays, limits)
+    return graph_scoring.PaddedPairs.check(pairs.arrays, limits)
 
 
 def _single(request: graph_scoring.PaddedPairs, row: int) -> graph_scoring.PaddedPairs:

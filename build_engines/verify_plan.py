@@ -11,7 +11,7 @@ import numpy as np
 
 from build_engines.errors import GateError
 from build_engines.plan_scoring import PlanScorer
-from build_engines.quality import ndcg_at_10
+from build_engines.quality import mean_ndcg
 from build_engines.serving_code import graph_scoring
 from build_engines.table import Gates, Reranker
 from build_engines.verify import Scores, compare
@@ -27,8 +27,7 @@ class Reference:
 
     def ndcg(self, scores: Scores) -> float | None:
         """Return the mean nDCG@10 over the queries whose grades are known; None where there are none."""
-        known = [ndcg_at_10(s, g) for s, g in zip(scores, self.grades, strict=True) if g and any(g)]
-        return float(np.mean(known)) if known else None
+        return mean_ndcg(scores, self.grades)
 
 
 def read_reference(path: Path) -> Reference:

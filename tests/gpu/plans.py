@@ -92,10 +92,7 @@ def sample(plan: Plan, folder: Path) -> list[graph_scoring.PaddedPairs]:
     for query in read_pairs(SAMPLE):
         documents = [document.encode() for document in query.documents]
         pairs = encoder.encode([query.query.encode()] * len(documents), documents)
-        arrays = {"input_ids": pairs.input_ids, "attention_mask": pairs.attention_mask}
-        if pairs.token_type_ids is not None:
-            arrays["token_type_ids"] = pairs.token_type_ids
-        requests.append(graph_scoring.PaddedPairs.check(arrays, plan.limits))
+        requests.append(graph_scoring.PaddedPairs.check(pairs.arrays, plan.limits))
     return requests
 
 

@@ -8,11 +8,9 @@ code and its tools are unchanged, so that a second session builds nothing and ne
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import io
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from build_engines.fetch import fetch
 from build_engines.request import BuildRequest
 from build_engines.table import Reranker, find_reranker
 from tests.checkpoints import row, write_bert, write_xlm_roberta
+from tests.locks import alone_in
 
 LIGHT = "light_reranker"
 INT8 = "light_int8"
@@ -47,7 +46,7 @@ class Served:
 
 def build_all(repository: Path) -> Served:
     """Build every reranker as version 1 of `repository`."""
-    with _intermediate_files():
+    with alone_in(INTERMEDIATE):
         light = find_reranker(LIGHT)
         rows = {
             LIGHT: dataclasses.replace(light, precision="fp32"),
@@ -63,7 +62,7 @@ def build_all(repository: Path) -> Served:
 
 def build_second_version(served: Served) -> tuple[Reranker, Path]:
     """Add version 2 of the tiny XLM-R, which has other weights; return its row and its checkpoint."""
-    with _intermediate_files():
+    with alone_in(INTERMEDIATE):
         checkpoint = write_xlm_roberta(INTERMEDIATE / "checkpoints" / "another_xlm_roberta", seed=1)
         second = row(XLM_R, checkpoint, precision="fp32")
         _build(second, served.repository, "second")
@@ -76,15 +75,6 @@ def copy_of(served: Served, name: str, folder: Path) -> Served:
     for model in (name, reranker.tokenizer, reranker.scorer):
         shutil.copytree(served.repository / model, folder / model, ignore=shutil.ignore_patterns("__pycache__"))
     return Served(folder, {name: reranker}, {name: served.checkpoints[name]})
-
-
-@contextmanager
-def _intermediate_files() -> Iterator[None]:
-    """Two sessions at once must not write the same files."""
-    INTERMEDIATE.mkdir(parents=True, exist_ok=True)
-    with (INTERMEDIATE / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _build(reranker: Reranker, repository: Path, generation: str) -> None:

@@ -18,7 +18,8 @@ from build_engines.export import IR_VERSION, OPSET, export
 from build_engines.fetch import fetch
 from build_engines.steps import Steps, code_hash
 from build_engines.table import Reranker
-from tests.tensorrt.without_gpu import KEPT, alone
+from tests.locks import alone_in
+from tests.tensorrt.without_gpu import KEPT
 
 _CODE = [Path(build_engines.__path__[0]) / name for name in ("export.py", "families.py")]
 # Every small graph starts with it, so that its one input may be of the type that scorers take.
@@ -34,7 +35,7 @@ def exported(reranker: Reranker) -> Path:
         "code": code_hash(*_CODE),
     }
     steps = Steps(KEPT / "graphs" / reranker.name, Console(file=io.StringIO()))
-    with alone():
+    with alone_in(KEPT):
         return steps.run("export", inputs, lambda out: export(checkpoint, reranker, out)).folder / "model.onnx"
 
 

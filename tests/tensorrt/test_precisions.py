@@ -76,10 +76,8 @@ def _calibrated(reranker: Reranker, folder: Path) -> Calibrated:
 
 def _pair(encoder: pair_encoding.PairEncoder, query: str, document: str) -> CalibrationPair:
     encoded = encoder.encode([query.encode()], [document.encode()])
-    names = ("input_ids", "attention_mask", "token_type_ids")
     length = int(encoded.attention_mask.sum())
-    arrays = {name: getattr(encoded, name) for name in names if getattr(encoded, name) is not None}
-    return CalibrationPair(32, script_of(document), {name: array[:, :length] for name, array in arrays.items()})
+    return CalibrationPair(32, script_of(document), {name: array[:, :length] for name, array in encoded.arrays.items()})
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ that a plan runs, is fast or exact, which kernels a GPU gets, hardware compatibi
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -29,6 +28,7 @@ from build_engines.engine import Profile
 from build_engines.errors import EngineError
 from build_engines.hashing import sha256_value
 from build_engines.table import EngineOptions
+from tests.locks import alone_in
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / "build" / "tensorrt-check"
@@ -101,7 +101,7 @@ def find_tensorrt() -> TensorRT:
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     recipe = sha256_value([version, _BINDINGS, _BUILDER, _LIBRARIES, _PLUGINS])
     folder = KEPT / f"python{version}-{recipe[:12]}"
-    with alone():
+    with alone_in(KEPT):
         if not folder.exists():
             work = KEPT / ".work"
             shutil.rmtree(work, ignore_errors=True)
@@ -109,15 +109,6 @@ def find_tensorrt() -> TensorRT:
             _put_together(work)
             work.rename(folder)
     return TensorRT(folder)
-
-
-@contextmanager
-def alone() -> Iterator[None]:
-    """Two sessions at once must not write the same files."""
-    KEPT.mkdir(parents=True, exist_ok=True)
-    with (KEPT / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _put_together(folder: Path) -> None:

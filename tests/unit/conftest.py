@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+import build_engines.finish
 from tests.unit.scripted_triton import ScriptedTriton, serve
 from tests.unit.tiny_models import TinyModels
 
@@ -14,6 +15,14 @@ from tests.unit.tiny_models import TinyModels
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
     return TinyModels(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def no_gpu() -> Iterator[None]:
+    """What finishes a gpu build sees no GPU, whatever the machine has."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build_engines.finish, "find_gpu", lambda: None)
+        yield
 
 
 @pytest.fixture(params=["sync", "async"])

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,11 +49,7 @@ GIVEN = random_candidates(48, seed=1)
 PRODUCTS = 6
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_gpu() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build_engines.finish, "find_gpu", lambda: None)
-        yield
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-import build_engines.finish
 from build_engines.errors import GateError, PairsError, TableError
 from build_engines.pairs import SAMPLE, Candidates
 from build_engines.request import BuildRequest
@@ -20,12 +18,7 @@ from tests.checkpoints import write_bert, write_xlm_roberta
 from tests.unit.gpu_builds import LOOSE, gpu_request, random_candidates, run, write_pairs
 from tests.unit.test_build_export import own_scores
 
-
-@pytest.fixture(scope="module", autouse=True)
-def no_gpu() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build_engines.finish, "find_gpu", lambda: None)
-        yield
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 
 @pytest.fixture(scope="module")

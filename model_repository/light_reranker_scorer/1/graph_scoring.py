@@ -8,7 +8,7 @@ faster than one run on all threads, so threads work inside a run only when runs 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +106,16 @@ def plan_runs(lengths: NDArray[np.int64], *, tokens_per_run: int, threads: int) 
     return runs
 
 
+def pad_rows(rows: Sequence[tuple[PaddedPairs, int]], names: Iterable[str], length: int) -> dict[str, Ids]:
+    """Put rows of requests together, each cut or padded with zeros to `length`: graphs do not look at masked ids."""
+    feed = {name: np.zeros((len(rows), length), dtype=np.int64) for name in names}
+    for name, array in feed.items():
+        for target, (pairs, row) in zip(array, rows, strict=True):
+            filled = min(length, pairs.arrays[name].shape[1])
+            target[:filled] = pairs.arrays[name][row, :filled]
+    return feed
+
+
 class GraphScorer:
     """Runs one ONNX graph. `score` may be called from one thread at a time."""
 
@@ -154,12 +164,7 @@ class GraphScorer:
         if len(rows) == 1:
             pairs, row = rows[0]
             return {name: pairs.arrays[name][row : row + 1, :length] for name in self.input_names}
-        feed = {name: np.zeros((len(rows), length), dtype=np.int64) for name in self.input_names}
-        for name, array in feed.items():
-            for target, (pairs, row) in zip(array, rows, strict=True):
-                filled = min(length, pairs.arrays[name].shape[1])
-                target[:filled] = pairs.arrays[name][row, :filled]
-        return feed
+        return pad_rows(rows, self.input_names, length)
 
 
 def _session(path: Path, *, threads: int) -> ort.InferenceSession:

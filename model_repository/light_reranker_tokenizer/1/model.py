@@ -103,12 +103,5 @@ def _error(message: str, code: int) -> Any:
 
 
 def _response(pairs: EncodedPairs) -> Any:
-    arrays = {
-        "input_ids": pairs.input_ids,
-        "attention_mask": pairs.attention_mask,
-        "token_type_ids": pairs.token_type_ids,
-        "TOKENS": pairs.tokens,
-    }
-    return pb_utils.InferenceResponse(
-        output_tensors=[pb_utils.Tensor(name, array) for name, array in arrays.items() if array is not None]
-    )
+    arrays = pairs.arrays | {"TOKENS": pairs.tokens}
+    return pb_utils.InferenceResponse(output_tensors=[pb_utils.Tensor(name, array) for name, array in arrays.items()])

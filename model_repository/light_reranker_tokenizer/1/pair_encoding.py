@@ -111,6 +111,12 @@ class EncodedPairs:
     token_type_ids: NDArray[np.int64] | None  # int64[pairs, bucket]
     tokens: NDArray[np.int32]  # int32[pairs, 1], the full length of each pair before cutting
 
+    @property
+    def arrays(self) -> dict[str, NDArray[np.int64]]:
+        """What the scorer takes, by the names of its inputs."""
+        arrays = {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
+        return arrays if self.token_type_ids is None else arrays | {"token_type_ids": self.token_type_ids}
+
 
 class TokenCache:
     """Least-recently-used token ids, bounded by bytes."""
