@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """An FP32 graph -> the same in FP16 or BF16 for TensorRT, and a twin that shows its rounding on any CPU.
 
-TensorRT's networks are strongly typed: precision is what the graph says. Everything up to the last LayerNormalization
-takes the base precision (a LayerNormalization computes its mean and variance in FP32 all the same, ONNX
-`stash_type`); what follows, the head, stays FP32: it costs one row per pair. Q/DQ pairs stay where they are, their
-scales are converted with the rest, so that no Cast comes between a DequantizeLinear and its MatMul.
+TensorRT's networks are strongly typed: precision is what the graph says. Everything up to the last normalisation takes
+the base precision; what follows, the head, stays FP32: it costs one row per pair. Two things before it compute in FP32
+too, as they do in Transformers: the inside of a normalisation (ONNX says so of LayerNormalization, `stash_type`; the
+steps that RMSNorm is exported as get Casts), and the angles of rotary positions, since BF16 holds no whole number above
+256. Q/DQ pairs stay where they are, their scales are converted with the rest, so that no Cast comes between a
+DequantizeLinear and its MatMul.
 
 ONNX Runtime's CPU provider cannot tell whether FP16 is good enough: it computes nearly all of an FP16 graph in FP32,
 without rounding in between, and no BF16 graph at all. The twin is an FP32 graph that rounds each tensor where the
@@ -14,7 +16,7 @@ pessimistic: fused kernels round less often.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -30,8 +32,15 @@ _ELEMENT = {"fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16}
 _NUMPY = {"fp16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
 # These hand values on, and integer products are scaled in FP32: nothing to round again.
 _EXACT = frozenset(
-    {"Reshape", "Transpose", "Unsqueeze", "Squeeze", "Gather", "Expand", "Slice", "DequantizeLinear", "Where"}
+    {
+        *("Reshape", "Transpose", "Unsqueeze", "Squeeze", "Expand", "Slice", "Concat", "Split", "Identity"),
+        *("Gather", "GatherElements", "GatherND", "Where", "Neg", "DequantizeLinear"),
+    }
 )
+# Picking tokens is not part of the head: as part of the body it picks from half as many bytes.
+_PICKING = ("Gather", "GatherElements", "GatherND")
+# How an RMSNorm's factor comes from its input, last step first.
+_RMS = ("Reciprocal", "Sqrt", "Add", "ReduceMean", "Pow")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,28 +64,96 @@ class _Types:
         untyped = {name for node in graph.node for name in node.output} - {value.name for value in values}
         if untyped:
             raise ExportError(f"The types of {sorted(untyped)[:3]} cannot be told; export the graph again.")
-        low = frozenset(names) - head_nodes(graph)
+        low = frozenset(names) - fp32_nodes(graph)
         return cls(
             frozenset(floats), low, frozenset(t for n in graph.node if n.name in low for t in n.output if t in floats)
         )
 
 
+def fp32_nodes(graph: onnx.GraphProto) -> frozenset[str]:
+    """Return the nodes that compute in FP32 in any base precision: the head, and what Transformers computes so."""
+    inside = {name for norm in _rms_norms(graph) for name in norm.inside}
+    return head_nodes(graph) | inside | _rotary_angles(graph)
+
+
 def head_nodes(graph: onnx.GraphProto) -> frozenset[str]:
-    """Return the nodes after the last LayerNormalization; picking tokens is not part of the head."""
-    norms = [node for node in graph.node if node.op_type == "LayerNormalization"]
+    """Return the nodes after the last normalisation; picking tokens is not part of the head."""
+    ends = {norm.end for norm in _rms_norms(graph)}
+    norms = [node for node in graph.node if node.op_type == "LayerNormalization" or node.name in ends]
     if not norms:
-        raise ExportError("The graph has no LayerNormalization; export it with opset 17 or later.")
+        raise ExportError("The graph has no LayerNormalization and no RMSNorm; export it with opset 17 or later.")
     reached, head = set(norms[-1].output), set()
     for node in graph.node:  # in topological order, as ONNX demands
         if reached & set(node.input):
             reached |= set(node.output)
-            if node.op_type != "Gather":
+            if node.op_type not in _PICKING:
                 head.add(node.name)
     return frozenset(head)
 
 
+@dataclass(frozen=True, slots=True)
+class _RmsNorm:
+    """The names of the nodes inside, which compute in FP32, and of the last node, which may be one of them."""
+
+    inside: tuple[str, ...]
+    end: str
+
+
+def _rms_norms(graph: onnx.GraphProto) -> Iterable[_RmsNorm]:
+    """Find x * (1 / sqrt(mean(x ** 2) + epsilon)), and the product with a weight after it.
+
+    Llama, Qwen and most others multiply `weight * x` after they have rounded x; Gemma multiplies `x * (1 + weight)` and
+    rounds then. The exporter keeps the order of the factors, by which they are told apart.
+    """
+    producer = {output: node for node in graph.node for output in node.output}
+    constant = {weight.name for weight in graph.initializer}
+    readers: dict[str, list[NodeProto]] = {}
+    for node in graph.node:
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+    for node in graph.node:
+        steps = _steps_back(producer, node.input[1], _RMS) if node.op_type == "Mul" else ()
+        if not steps or steps[-1].input[0] != node.input[0]:
+            continue
+        inside = (*(step.name for step in steps), node.name)
+        after = readers.get(node.output[0], [])
+        if len(after) != 1 or after[0].op_type != "Mul" or not constant & set(after[0].input):
+            yield _RmsNorm(inside, node.name)
+        elif after[0].input[0] in constant:
+            yield _RmsNorm(inside, after[0].name)
+        else:
+            yield _RmsNorm((*inside, after[0].name), after[0].name)
+
+
+def _steps_back(producer: Mapping[str, NodeProto], name: str, operators: Sequence[str]) -> tuple[NodeProto, ...]:
+    """Return the nodes of these operators that lead to a tensor by their first inputs, or none."""
+    steps: list[NodeProto] = []
+    for operator in operators:
+        node = producer.get(name)
+        if node is None or node.op_type != operator:
+            return ()
+        steps.append(node)
+        name = node.input[0]
+    return tuple(steps)
+
+
+def _rotary_angles(graph: onnx.GraphProto) -> frozenset[str]:
+    """Return the nodes that lead to a cosine or sine, themselves, and their product with a constant (YaRN's)."""
+    producer = {output: node for node in graph.node for output in node.output}
+    constant = {weight.name for weight in graph.initializer}
+    turns = [node for node in graph.node if node.op_type in ("Cos", "Sin")]
+    outputs = {node.output[0] for node in turns}
+    found = {n.name for n in graph.node if n.op_type == "Mul" and outputs & set(n.input) and constant & set(n.input)}
+    while turns:
+        node = turns.pop()
+        if node.name not in found:
+            found.add(node.name)
+            turns += [producer[name] for name in node.input if name in producer]
+    return frozenset(found)
+
+
 def lower(model: onnx.ModelProto, base: BasePrecision) -> onnx.ModelProto:
-    """Return a copy in which all but the head is FP16 or BF16; inputs and SCORE keep their types.
+    """Return a copy in which all but `fp32_nodes` is FP16 or BF16; inputs and SCORE keep their types.
 
     Raises ExportError for a graph whose types cannot be told.
     """
@@ -117,21 +194,33 @@ def twin(model: onnx.ModelProto, base: BasePrecision) -> onnx.ModelProto:
     weights = {weight.name: weight for weight in graph.initializer if weight.name in types.floats}
     used = {weight.name: weight for weight in graph.initializer if weight.name not in types.floats}
     nodes: list[NodeProto] = []
+    entered: set[str] = set()
+
+    def as_stored(name: str, low: bool) -> str:
+        if name in weights:
+            return _weight(used, weights[name], base if low else None, as_fp32=True)
+        if not low or name not in types.floats or name in types.low_tensors:
+            return name
+        if name not in entered:  # computed in FP32, stored for the body
+            entered.add(name)
+            nodes.extend(_rounding(name, name, f"{name}_rounded", base))
+        return f"{name}_rounded"
+
     for node in graph.node:
         low, name = node.name in types.low_nodes, node.output[0]
         exact = NodeProto()
         exact.CopyFrom(node)
-        exact.input[:] = [
-            _weight(used, weights[i], base if low else None, as_fp32=True) if i in weights else i for i in node.input
-        ]
-        if not low or node.op_type in _EXACT or name not in types.floats:
-            nodes.append(exact)
-            continue
-        exact.output[0] = f"{name}_exact"
-        down = helper.make_node("Cast", [f"{name}_exact"], [f"{name}_{base}"], f"{name}_down", to=_ELEMENT[base])
-        up = helper.make_node("Cast", [f"{name}_{base}"], [name], f"{name}_up", to=TensorProto.FLOAT)
-        nodes += [exact, down, up]
+        exact.input[:] = [as_stored(i, low) for i in node.input]
+        nodes.append(exact)
+        if low and node.op_type not in _EXACT and name in types.floats:
+            exact.output[0] = f"{name}_exact"
+            nodes.extend(_rounding(name, f"{name}_exact", name, base))
     return _model(model, nodes, used.values())
+
+
+def _rounding(name: str, source: str, target: str, base: BasePrecision) -> tuple[NodeProto, NodeProto]:
+    down = helper.make_node("Cast", [source], [f"{name}_{base}"], f"{name}_down", to=_ELEMENT[base])
+    return down, helper.make_node("Cast", [f"{name}_{base}"], [target], f"{name}_up", to=TensorProto.FLOAT)
 
 
 def _skeleton(model: onnx.ModelProto) -> onnx.ModelProto:

@@ -25,7 +25,7 @@ from onnxruntime.quantization.calibrate import TensorData, TensorsData
 from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
 
 from build_engines.errors import ExportError
-from build_engines.low_precision import head_nodes
+from build_engines.low_precision import fp32_nodes
 from build_engines.onnx_files import INLINE_BYTES, size_bytes
 
 # Scales below FP16's numbers would become 0 there, which TensorRT refuses; this holds them above 2^-20, and only
@@ -57,19 +57,20 @@ def quantize_for_cpu(source: Path, out: Path) -> dict[str, Any]:
 
 
 def linear_layers(graph: onnx.GraphProto) -> list[NodeProto]:
-    """Return the products with a constant matrix, the head's excepted, in the order of the graph."""
-    constant, head = {weight.name for weight in graph.initializer}, head_nodes(graph)
+    """Return the products with a constant matrix, those that stay FP32 excepted, in the order of the graph."""
+    constant, fp32 = {weight.name for weight in graph.initializer}, fp32_nodes(graph)
     return [
         node
         for node in graph.node
-        if node.op_type in ("MatMul", "Gemm") and node.input[1] in constant and node.name not in head
+        if node.op_type in ("MatMul", "Gemm") and node.input[1] in constant and node.name not in fp32
     ]
 
 
 def attention_products(graph: onnx.GraphProto) -> list[NodeProto]:
     """Return the two products of each attention: query by key, and weights by value."""
-    constant = {weight.name for weight in graph.initializer}
-    return [node for node in graph.node if node.op_type == "MatMul" and not constant & set(node.input)]
+    constant, fp32 = {weight.name for weight in graph.initializer}, fp32_nodes(graph)
+    products = [node for node in graph.node if node.op_type == "MatMul" and node.name not in fp32]
+    return [node for node in products if not constant & set(node.input)]
 
 
 def quantize_for_tensorrt(
