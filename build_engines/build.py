@@ -42,12 +42,18 @@ def build(request: BuildRequest, console: Console) -> Installed | Path:
         from build_engines.build_gpu import build_for_gpu, share_out  # noqa: PLC0415
 
         shares = share_out(request, given, checkpoint)
-    shape = row(reranker, "head", "segment_ids", "max_length", "buckets", "max_batch_size")
+    shape = row(reranker, "head", "segment_ids", "max_length", "buckets", "max_batch_size", "prompt", "verdict_floor")
     source = {"checkpoint": dict(checkpoint.files), "row": shape}
     pairing = steps.run(
-        "pairing", source | code("pairing", "pair_encoding"), functools.partial(_pairing, checkpoint, reranker)
+        "pairing",
+        source | code("pairing", "prompts", "prompt_layout", "pair_encoding", "text_ids"),
+        functools.partial(_pairing, checkpoint, reranker),
     )
-    fp32 = steps.run("export", source | code("export", "families"), functools.partial(_export, checkpoint, reranker))
+    fp32 = steps.run(
+        "export",
+        source | code("export", "families", "decoders", "prompts", "prompt_layout"),
+        functools.partial(_export, checkpoint, reranker),
+    )
     if request.target == "onnx":
         return fp32.folder / "model.onnx"
     common = Exported(request, given, steps, checkpoint, pairing, fp32)
@@ -71,7 +77,7 @@ def _build_for_cpu(common: Exported) -> Installed:
         reranker,
         pairing=pairing.folder,
         graph=shipped.folder,
-        manifest=manifest(reranker, "cpu", common.checkpoint, report, described(pairing, shipped)),
+        manifest=manifest(common, report, described(pairing, shipped)),
     )
     installed.say(steps.console, reranker, repository)
     return installed
@@ -99,7 +105,7 @@ def _verify(common: Exported, int8: StepResult | None) -> StepResult:
     from build_engines.verify import Verifier, verify  # noqa: PLC0415
 
     reranker, steps, pairing = common.reranker, common.steps, common.pairing
-    candidates = within_budget(common.given, steps.console)
+    candidates = within_budget(reranker, common.given, steps.console)
 
     def make(out: Path) -> dict[str, Any]:
         verifier = Verifier(reranker, pairing.folder, common.vocabulary, candidates)
@@ -114,5 +120,5 @@ def _verify(common: Exported, int8: StepResult | None) -> StepResult:
         "int8": dict(int8.files) if int8 else None,
         "pairs": sha256_file(common.request.pairs),
         "row": row(reranker, "precision", "gates", "ndcg_above_chance"),
-    } | code("verify", "quality", "pair_encoding", "graph_scoring")
+    } | code("verify", "quality", "pair_encoding", "text_ids", "graph_scoring")
     return steps.run("verify", inputs, make)

@@ -109,6 +109,7 @@ class GpuBuild:
             "report",
             "quality",
             "pair_encoding",
+            "text_ids",
             "graph_scoring",
             pairing=dict(self.common.pairing.files),
             quantized=dict(quantized.files),
@@ -142,7 +143,7 @@ class GpuBuild:
 def build_for_gpu(common: Exported, shares: Shares) -> Installed | Path:
     """Build and install the engine; return the verified graph where there is no GPU or no TensorRT to build it."""
     request, reranker, console = common.request, common.reranker, common.steps.console
-    evaluation = within_budget(shares.evaluation, console)
+    evaluation = within_budget(reranker, shares.evaluation, console)
     encoder = pair_encoding.PairEncoder.load(common.pairing.folder, cache_bytes=64 << 20, max_text_bytes=1 << 20)
     if shares.source is None:
         chosen = some_pairs(reranker, encoder, evaluation)
@@ -160,7 +161,7 @@ def build_for_gpu(common: Exported, shares: Shares) -> Installed | Path:
     if report.facts["int8_layers"] and reranker.precision == "auto":
         # Where a GPU finds INT8 no faster, this ships.
         graphs.append(work.convert("convert-base", ranges, quantized, [], candidates[0]["max_shift"]))
-    facts = manifest(reranker, "gpu", common.checkpoint, report, {})
+    facts = manifest(common, report, {})
     if ranges is not None and shares.source is not None:
         facts["calibration"] = {"file_sha256": sha256_file(shares.source), **ranges.facts}
     write_handover(request, facts, (common.pairing, report, *graphs))

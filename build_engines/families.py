@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Families of checkpoints: how each is loaded, what it computes, and the same as a graph that exports cleanly.
 
-Two functions per family and nothing shared between them on purpose: `reference_scores` calls the model as its authors
-do, a `...Graph` calls it with explicit masks and positions, so that comparing them proves the export.
+Decoders have a module of their own, `decoders`. Two functions per family and nothing shared between them on purpose:
+`reference_scores` calls the model as its authors do, a `...Graph` calls it with explicit masks and positions, so that
+comparing them proves the export.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForSequenceClassification
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.utils import logging as transformers_logging
 
+from build_engines.decoders import DecoderGraph, check_decoder, decoder_scores
 from build_engines.errors import CheckpointError
 from build_engines.fetch import Checkpoint
-from build_engines.table import Reranker
+from build_engines.table import Head, Reranker
 
 # sentence-transformers' scale for cosine scores (MultipleNegativesRankingLoss, scale=20), used in training.
 COSINE_SCALE = 20.0
@@ -77,10 +79,20 @@ class FoldedBiEncoderGraph(nn.Module):
         return COSINE_SCALE * (pooled[0] * pooled[1]).sum(-1, keepdim=True)
 
 
+_LOADERS: dict[Head, Any] = {
+    "bi_encoder": AutoModel,
+    "sequence_classification": AutoModelForSequenceClassification,
+    "yes_no": AutoModelForCausalLM,
+}
+
+
 def load_model(checkpoint: Checkpoint, reranker: Reranker) -> nn.Module:
     """Load the checkpoint in FP32 for the CPU; raise CheckpointError unless it is exactly what its row says."""
-    _check_family(checkpoint, reranker)
-    loader = AutoModel if reranker.head == "bi_encoder" else AutoModelForSequenceClassification
+    if checkpoint.is_decoder:
+        check_decoder(checkpoint, reranker)
+    else:
+        _check_family(checkpoint, reranker)
+    loader = _LOADERS[reranker.head]
     try:
         with _quiet_transformers():
             model, report = loader.from_pretrained(
@@ -106,16 +118,20 @@ def load_model(checkpoint: Checkpoint, reranker: Reranker) -> nn.Module:
     return module
 
 
-def graph_of(model: nn.Module, reranker: Reranker) -> nn.Module:
-    """Return the module to export."""
+def graph_of(model: nn.Module, reranker: Reranker, checkpoint: Checkpoint) -> nn.Module:
+    """Return the module to export; a decoder's takes the model apart, which can then no longer be used."""
+    if checkpoint.is_decoder:
+        return DecoderGraph.of(model, reranker, checkpoint).eval()
     if reranker.head == "bi_encoder":
         return FoldedBiEncoderGraph(model).eval()
     return SequenceClassificationGraph(model, model.config).eval()
 
 
-def reference_scores(model: nn.Module, reranker: Reranker, arrays: dict[str, Tensor]) -> Tensor:
+def reference_scores(model: nn.Module, reranker: Reranker, checkpoint: Checkpoint, arrays: dict[str, Tensor]) -> Tensor:
     """Score padded pairs the way the checkpoint's authors do; float32[pairs, 1]."""
     with torch.no_grad():
+        if checkpoint.is_decoder:
+            return decoder_scores(model, reranker, checkpoint, arrays)
         if reranker.head == "bi_encoder":
             query, document = (_embed(model, arrays, segment) for segment in (0, 1))
             return COSINE_SCALE * nn.functional.cosine_similarity(query, document)[:, None]

@@ -16,7 +16,8 @@ from build_engines.errors import CheckpointError
 from build_engines.hashing import sha256_file
 from build_engines.table import Reranker
 
-FAMILIES = ("bert", "roberta", "xlm-roberta")
+ENCODERS = ("bert", "roberta", "xlm-roberta")
+DECODERS = ("qwen2", "qwen3", "llama", "gemma")
 # Everything the build reads, and nothing that could run code when it is loaded.
 _PATTERNS = ("*.json", "*.safetensors")
 _WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -36,6 +37,11 @@ class Checkpoint:
     def model_type(self) -> str:
         """The family in config.json, such as `bert` or `xlm-roberta`."""
         return str(self.config.get("model_type", ""))
+
+    @property
+    def is_decoder(self) -> bool:
+        """Whether each token sees only those before it, so that the last one decides."""
+        return self.model_type in DECODERS
 
 
 def fetch(reranker: Reranker) -> Checkpoint:
@@ -96,9 +102,13 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise CheckpointError(f"{folder / 'config.json'} does not hold an object. Fetch the checkpoint again.")
     family = config.get("model_type")
-    if family not in FAMILIES:
-        raise CheckpointError(f"{folder} holds a model of type {family!r}; supported: {', '.join(FAMILIES)}.")
-    numbers = ("vocab_size", "max_position_embeddings", "pad_token_id")
+    if family not in ENCODERS + DECODERS:
+        raise CheckpointError(
+            f"{folder} holds a model of type {family!r}; supported: {', '.join(ENCODERS + DECODERS)}."
+        )
+    numbers = ["vocab_size", "max_position_embeddings"]
+    if family in ENCODERS:  # decoders often have none; see pairing
+        numbers.append("pad_token_id")
     missing = [name for name in numbers if not isinstance(config.get(name), int)]
     if missing:
         raise CheckpointError(

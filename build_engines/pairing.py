@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step `pairing`: checkpoint -> `tokenizer.json` without control tokens, and `pairing.json`, the way pairs are joined.
 
-The layout is read off the checkpoint's tokenizer.json rather than kept in a list of families, and the golden ids come
-from that file too, so that what is served is compared with something it did not compute. The file is read with the
+The layout is read off the checkpoint's tokenizer.json rather than kept in a list of families (a decoder's is the prompt
+of its row), and the golden ids come from that file too, so that what is served is compared with something it did not
+compute. The file is read with the
 tokenizers library alone: transformers 5 rebuilds some tokenizers from their class name and may read text differently.
 """
 
@@ -16,11 +17,19 @@ from typing import Any
 from build_engines.errors import CheckpointError
 from build_engines.fetch import Checkpoint
 from build_engines.hashing import sha256_file
+from build_engines.prompt_layout import (
+    GOOD_PAIR,
+    ids_of,
+    load_tokenizer,
+    pad_id,
+    prompt_layout,
+    verdict_ids,
+)
 from build_engines.serving_code import pair_encoding
 from build_engines.table import Reranker
 
 _GOLDEN_TEXTS = [
-    ("what is a panda?", "The giant panda is a bear species endemic to China."),
+    GOOD_PAIR,
     ("How are you doing?", ""),
     ("   leading spaces", "trailing spaces   "),
     ("a\n\n  b\tc", "line one\r\nline two"),
@@ -37,18 +46,21 @@ def write_pairing(checkpoint: Checkpoint, reranker: Reranker, out: Path) -> dict
     """Write both files into `out`; raise CheckpointError where the tokenizer cannot be served faithfully."""
     from tokenizers import Tokenizer  # noqa: PLC0415
 
-    try:
-        reference = Tokenizer.from_file(str(checkpoint.folder / "tokenizer.json"))
-    except Exception as error:  # the library raises nothing narrower
+    reference = load_tokenizer(checkpoint.folder)
+    if checkpoint.is_decoder != (reranker.prompt is not None):
         raise CheckpointError(
-            f"{checkpoint.folder / 'tokenizer.json'} is damaged ({error}). Fetch it again."
-        ) from error
-    reference.no_truncation()
-    reference.no_padding()
-    layout = _layout(reference, reranker)
+            f"{reranker.name}: a {checkpoint.model_type} checkpoint "
+            + ("needs a prompt" if checkpoint.is_decoder else "takes no prompt")
+            + " in rerankers.toml."
+        )
+    layout = prompt_layout(reference, reranker.prompt) if reranker.prompt else _layout(reference, reranker)
     source = json.loads((checkpoint.folder / "tokenizer.json").read_text(encoding="utf-8"))
-    pad_id = int(checkpoint.config["pad_token_id"])
-    control = _control_ids(source, layout, pad_id)
+    padding = pad_id(checkpoint)
+    if reranker.prompt is None:
+        control = _control_ids(source, layout, padding)
+    else:
+        control = _prompt_control_ids(source, padding)
+        _check_end(reranker, layout, padding)
     (out / "tokenizer.json").write_text(json.dumps(without_control_tokens(source, control), ensure_ascii=False))
     served = Tokenizer.from_file(str(out / "tokenizer.json"))
     _check_control_tokens(source, served, control)
@@ -59,23 +71,26 @@ def write_pairing(checkpoint: Checkpoint, reranker: Reranker, out: Path) -> dict
         )
     pairing = pair_encoding.Pairing(
         **layout,
-        query_max=reranker.query_max,
+        query_max=reranker.query_max(_control_length(layout)),
         max_length=reranker.max_length,
         buckets=reranker.buckets,
-        pad_id=pad_id,
+        pad_id=padding,
         control_ids=tuple(sorted(control)),
         tokenizer_sha256=sha256_file(out / "tokenizer.json"),
         golden=_golden(reference, served, layout, reranker, source),
     )
     (out / "pairing.json").write_text(json.dumps(asdict(pairing), ensure_ascii=False), encoding="utf-8")
     pair_encoding.PairEncoder.load(out, cache_bytes=1 << 20, max_text_bytes=1 << 20)
-    return {"golden_pairs": len(pairing.golden)}
+    facts: dict[str, Any] = {"golden_pairs": len(pairing.golden), "control_tokens_in_a_pair": pairing.control_length}
+    if reranker.head == "yes_no" and reranker.prompt:
+        facts["verdict_ids"] = verdict_ids(reference, reranker.prompt)
+    return facts
 
 
 def without_control_tokens(source: dict[str, Any], control: set[int]) -> dict[str, Any]:
     """Return a tokenizer.json that splits text exactly as before but can never produce a control id."""
     served = dict(source, post_processor=None, truncation=None, padding=None)
-    served["added_tokens"] = [token for token in source["added_tokens"] if not token["special"]]
+    served["added_tokens"] = [t for t in source["added_tokens"] if not t["special"] and t["id"] not in control]
     model = source["model"]
     if model.get("type") == "Unigram":
         # SentencePiece never matches control pieces in text, but the tokenizers library keeps them in the vocabulary it
@@ -87,13 +102,8 @@ def without_control_tokens(source: dict[str, Any], control: set[int]) -> dict[st
     return served
 
 
-def _ids(tokenizer: Any, text: str) -> list[int]:
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
-    return ids
-
-
 def _layout(reference: Any, reranker: Reranker) -> dict[str, Any]:
-    query, document = _ids(reference, "query"), _ids(reference, "passage")
+    query, document = ids_of(reference, "query"), ids_of(reference, "passage")
     if reranker.head == "bi_encoder":
         prefix, suffix = _around(reference.encode("query").ids, query)
         middle, first = (*suffix, *prefix), len(suffix)
@@ -135,15 +145,36 @@ def _control_ids(source: dict[str, Any], layout: dict[str, Any], pad_id: int) ->
     return (set(special) | placed) - unknown
 
 
+def _prompt_control_ids(source: dict[str, Any], padding: int) -> set[int]:
+    """Return all added tokens but those that text too is made of: many a decoder's control tokens are not `special`."""
+    vocabulary = source["model"]["vocab"]
+    pieces = set(vocabulary) if isinstance(vocabulary, dict) else {piece for piece, _ in vocabulary}
+    control = {t["id"] for t in source["added_tokens"] if t["special"] or t["content"] not in pieces}
+    return control | {padding}
+
+
+def _check_end(reranker: Reranker, layout: dict[str, Any], padding: int) -> None:
+    # Transformers finds the end of a row by looking for padding, and would have trained the head on the token before.
+    if reranker.head == "sequence_classification" and layout["suffix_ids"][-1] == padding:
+        raise CheckpointError(
+            f"{reranker.name}: its prompt ends in the padding token {padding}, which Transformers does not count as "
+            "the end of a pair. Leave it out of the suffix, or set another pad_token_id in config.json."
+        )
+
+
+def _control_length(layout: dict[str, Any]) -> int:
+    return sum(len(layout[segment]) for segment in ("prefix_ids", "middle_ids", "suffix_ids"))
+
+
 def _check_control_tokens(source: dict[str, Any], served: Any, control: set[int]) -> None:
     for token in source["added_tokens"]:
         content = token["content"]
-        if not token["special"]:
+        if not token["special"] and token["id"] not in control:
             if served.token_to_id(content) != token["id"]:
                 raise CheckpointError(f"The added token {content!r} would change its id; it cannot be served.")
             continue
         for text in (content, f"a{content}b", f"a {content} b"):
-            leaked = control.intersection(_ids(served, text))
+            leaked = control.intersection(ids_of(served, text))
             if leaked:
                 raise CheckpointError(
                     f"Text {text!r} from a user would become the control ids {sorted(leaked)}; this tokenizer cannot "
@@ -156,22 +187,35 @@ def _golden(
 ) -> tuple[pair_encoding.GoldenPair, ...]:
     typed = " ".join(token["content"] for token in source["added_tokens"] if token["special"])
     prefix, middle, suffix = layout["prefix_ids"], layout["middle_ids"], layout["suffix_ids"]
-    control = len(prefix) + len(middle) + len(suffix)
+    control = _control_length(layout)
+    query_max = reranker.query_max(control)
     golden = []
     for query, document in [*_GOLDEN_TEXTS, (typed, typed)]:
         # The checkpoint's tokenizer makes typed control tokens control ids; that text is golden against ourselves.
-        q, d = (_ids(served if text == typed else reference, text) for text in (query, document))
-        kept = q[: reranker.query_max]
+        q, d = (
+            ids_of(
+                served if text == typed else reference,
+                text.join((layout.get(f"{n}_head", ""), layout.get(f"{n}_tail", ""))),
+            )
+            for n, text in (("query", query), ("document", document))
+        )
+        kept = _cut(q, query_max, layout.get("query_tail_ids", ()))
         room = reranker.max_length - control - len(kept)
-        ids = (*prefix, *kept, *middle, *d[:room], *suffix)
+        ids = (*prefix, *kept, *middle, *_cut(d, room, layout.get("document_tail_ids", ())), *suffix)
         tokens = len(q) + len(d) + control
-        if tokens <= reranker.max_length and len(q) <= reranker.query_max and query != typed:
+        if tokens <= reranker.max_length and len(q) <= query_max and query != typed:
             _check_pair(reference, reranker, query, document, ids)
         golden.append(pair_encoding.GoldenPair(query, document, ids, tokens))
     return tuple(golden)
 
 
+def _cut(ids: list[int], limit: int, tail: tuple[int, ...]) -> list[int]:
+    return ids if len(ids) <= limit else [*ids[: limit - len(tail)], *tail]
+
+
 def _check_pair(reference: Any, reranker: Reranker, query: str, document: str, ids: tuple[int, ...]) -> None:
+    if reranker.prompt is not None:
+        return  # prompt_layout has tried more
     if reranker.head == "bi_encoder":
         expected = [*reference.encode(query).ids, *reference.encode(document).ids]
     else:

@@ -21,9 +21,6 @@ from build_engines.table import DEFAULT_TABLE, Reranker
 
 Target = Literal["cpu", "gpu", "onnx"]
 
-# Enough queries for a mean, few enough that a 568 M parameter model is verified in minutes on a few cores.
-MAX_VERIFY_PAIRS = 2000
-
 
 @dataclass(frozen=True, slots=True)
 class BuildRequest:
@@ -74,17 +71,17 @@ class Exported:
         return int(self.checkpoint.config["vocab_size"])
 
 
-def within_budget(candidates: list[Candidates], console: Console) -> list[Candidates]:
-    """Return the first candidates that make MAX_VERIFY_PAIRS pairs, and say if that is not all of them."""
-    total = 0
+def within_budget(reranker: Reranker, candidates: list[Candidates], console: Console) -> list[Candidates]:
+    """Return the first candidates that make the row's `verify_pairs`, and say if that is not all of them."""
+    total, budget = 0, reranker.verify_pairs
     for index, query in enumerate(candidates):
         total += len(query.documents)
-        if total > MAX_VERIFY_PAIRS:
+        if total > budget:
             if index == 0:
-                raise PairsError(f"The first query has {total} documents; at most {MAX_VERIFY_PAIRS} pairs are scored.")
-            console.print(
-                f"          verify uses the first {index} of {len(candidates)} queries ({MAX_VERIFY_PAIRS} pairs)"
-            )
+                raise PairsError(
+                    f"The first query has {total} documents; at most {budget} pairs are scored (verify_pairs)."
+                )
+            console.print(f"          verify uses the first {index} of {len(candidates)} queries ({budget} pairs)")
             return candidates[:index]
     return candidates
 
@@ -111,16 +108,19 @@ def described(*steps: StepResult) -> dict[str, dict[str, Any]]:
     }
 
 
-def manifest(
-    reranker: Reranker, target: Target, checkpoint: Checkpoint, report: StepResult, files: Mapping[str, Any]
-) -> dict[str, Any]:
+def manifest(common: Exported, report: StepResult, files: Mapping[str, Any]) -> dict[str, Any]:
     """Return what an installed version says of itself."""
+    reranker, checkpoint = common.reranker, common.checkpoint
+    asked = {}
+    if reranker.prompt is not None:
+        asked = {"prompt": dataclasses.asdict(reranker.prompt), "verdict": common.fp32.facts.get("verdict")}
     return {
         "reranker": reranker.name,
-        "target": target,
+        "target": common.request.target,
         "checkpoint": {"source": checkpoint.source, "revision": checkpoint.revision, "files": dict(checkpoint.files)},
         "precision": report.facts["precision"],
-        "vocabulary": int(checkpoint.config["vocab_size"]),
+        "vocabulary": common.vocabulary,
+        **asked,
         "max_length": reranker.max_length,
         "files": dict(files),
         "tools": tool_versions(),

@@ -25,8 +25,10 @@ def _load(path: Path) -> ModuleType:
 if TYPE_CHECKING:
     import graph_scoring
     import pair_encoding
+    import text_ids
 else:
+    text_ids = _load(TOKENIZER_CODE / "text_ids.py")  # first: pair_encoding imports it
     pair_encoding = _load(TOKENIZER_CODE / "pair_encoding.py")
     graph_scoring = _load(SCORER_CODE / "graph_scoring.py")
 
-__all__ = ["graph_scoring", "pair_encoding"]
+__all__ = ["graph_scoring", "pair_encoding", "text_ids"]

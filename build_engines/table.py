@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from build_engines.errors import TableError
+from build_engines.prompts import Prompt, read_prompts
 
-Head = Literal["sequence_classification", "bi_encoder"]
+Head = Literal["sequence_classification", "bi_encoder", "yes_no"]
 Precision = Literal["auto", "int8", "fp16", "bf16", "fp32"]
 BasePrecision = Literal["fp16", "bf16"]
 HardwareCompatibility = Literal["none", "ampere_plus", "same_compute_capability"]
@@ -22,6 +23,14 @@ HardwareCompatibility = Literal["none", "ampere_plus", "same_compute_capability"
 INT8_ATTENTION_MAX_LENGTH = 512
 
 DEFAULT_TABLE = Path(__file__).with_name("rerankers.toml")
+
+
+def fp32_tolerance(reranker: Reranker) -> float:
+    """Return what two correct FP32 implementations of a model may differ by, in units of its score.
+
+    Encoders of 24 layers stay below 1e-4. A decoder's score is a difference of two logits of tens each.
+    """
+    return 1e-3 if reranker.prompt else 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +90,9 @@ class Reranker:
     int8_attention: bool
     search_budget: float
     engine: EngineOptions
+    verify_pairs: int
+    verdict_floor: float
+    prompt: Prompt | None = None
     cpu_threads: int = 0
     revision: str = ""
     sha256: Mapping[str, str] = field(default_factory=dict)
@@ -102,6 +114,9 @@ class Reranker:
         if not 1 <= self.max_batch_size <= 1024:
             raise TableError(f"{self.name}: max_batch_size is {self.max_batch_size}; use 1 to 1024.")
         self._check_gpu()
+        self._check_prompt()
+        if self.verify_pairs < 1:
+            raise TableError(f"{self.name}: verify_pairs is {self.verify_pairs}; use 1 or more.")
         if self.cpu_threads < 0:
             raise TableError(f"{self.name}: cpu_threads is {self.cpu_threads}; use 0 (all) or a number of threads.")
         if self.revision and not re.fullmatch(r"[0-9a-f]{40}", self.revision):
@@ -123,10 +138,23 @@ class Reranker:
                 f"(TensorRT fuses no longer INT8 attention); the last is {self.max_length}. Set int8_attention = false."
             )
 
-    @property
-    def query_max(self) -> int:
-        """Tokens a query may keep: FlagEmbedding's rule, `max_length * 3 // 4` (encoder_only/base.py)."""
-        return self.max_length * 3 // 4
+    def _check_prompt(self) -> None:
+        if not 0 <= self.verdict_floor < 1:
+            raise TableError(
+                f"{self.name}: verdict_floor is {self.verdict_floor}; use a probability from 0 to below 1."
+            )
+        if self.head == "yes_no" and (self.prompt is None or not self.prompt.yes):
+            raise TableError(f"{self.name}: a yes_no head needs a prompt that names its yes; see [prompts].")
+        if self.prompt is not None and (self.head == "bi_encoder" or self.segment_ids):
+            raise TableError(f"{self.name}: a prompt is for decoders, which take no segment_ids and are no bi_encoder.")
+
+    def query_max(self, control_length: int) -> int:
+        """Tokens that a query may keep where `control_length` of a pair's come from neither text.
+
+        FlagEmbedding's rule: `max_length * 3 // 4` (encoder_only/base.py). Where there is a prompt, the length that it
+        leaves takes the place of max_length; FlagEmbedding too adds the prompt to it (decoder_only/base.py).
+        """
+        return (self.max_length - (control_length if self.prompt else 0)) * 3 // 4
 
     @property
     def tokenizer(self) -> str:
@@ -142,13 +170,16 @@ class Reranker:
 def read_table(path: Path = DEFAULT_TABLE) -> dict[str, Reranker]:
     """Read every row of a table; raise TableError naming the row and field that is wrong.
 
-    What a table of your own does not set, in a row or in its [defaults], is as in the project's own [defaults].
+    What a table of your own does not set, in a row or in its [defaults], is as in the project's own [defaults]; the
+    project's [prompts] are there too.
     """
     document, own = _document(path), _document(DEFAULT_TABLE)
     defaults, given = own["defaults"], document.pop("defaults", {})
     nested = {key: defaults.get(key, {}) | given.get(key, {}) for key in _NESTED}
     defaults = defaults | given | nested
-    return {name: _row(name, defaults, row) for name, row in document.items()}
+    prompts = read_prompts(own, document)
+    document.pop("prompts", None)
+    return {name: _row(name, defaults, row, prompts) for name, row in document.items()}
 
 
 def _document(path: Path) -> dict[str, Any]:
@@ -174,19 +205,30 @@ _NESTED: Mapping[str, type[Gates] | type[EngineOptions]] = {
 }
 
 
-def _row(name: str, defaults: dict[str, Any], row: Any) -> Reranker:
+def _row(name: str, defaults: dict[str, Any], row: Any, prompts: Mapping[str, Prompt]) -> Reranker:
     if not isinstance(row, dict):
         raise TableError(f"{name} is {row!r}; a reranker is a [{name}] section.")
     nested = {key: defaults.get(key, {}) | row.get(key, {}) for key in _NESTED}
     merged = defaults | row | nested
-    known = {f.name for f in fields(Reranker)} - {"name"}
+    known = {f.name for f in fields(Reranker)} - {"name"} | {"instruction"}
     unknown = sorted(set(merged) - known) + sorted(
         f"{key}.{inner}" for key, kind in _NESTED.items() for inner in set(nested[key]) - {f.name for f in fields(kind)}
     )
     if unknown:
         raise TableError(f"{name}: unknown field {', '.join(unknown)}; known fields: {', '.join(sorted(known))}.")
+    prompt = _prompt(name, merged.pop("prompt", None), merged.pop("instruction", None), prompts)
     try:
         parts = {key: kind(**nested[key]) for key, kind in _NESTED.items()}
-        return Reranker(**merged | parts | {"name": name, "buckets": tuple(merged["buckets"])})
+        return Reranker(**merged | parts | {"name": name, "buckets": tuple(merged["buckets"]), "prompt": prompt})
     except (TypeError, KeyError) as error:
         raise TableError(f"{name}: a field is missing or has the wrong type ({error}).") from error
+
+
+def _prompt(name: str, wanted: Any, instruction: Any, prompts: Mapping[str, Prompt]) -> Prompt | None:
+    if wanted is None:
+        if instruction is not None:
+            raise TableError(f"{name}: an instruction is part of a prompt; name one: prompt = ...")
+        return None
+    if wanted not in prompts:
+        raise TableError(f"{name}: there is no prompt {wanted!r}; use one of {', '.join(prompts)}, or add it.")
+    return prompts[wanted] if instruction is None else prompts[wanted].instructed(instruction)

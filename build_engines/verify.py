@@ -19,12 +19,10 @@ from build_engines.errors import GateError, PairsError
 from build_engines.pairs import Candidates
 from build_engines.quality import kendall_tau, mean_ndcg, ndcg_at_10, rank_order
 from build_engines.serving_code import graph_scoring, pair_encoding
-from build_engines.table import Gates, Reranker
+from build_engines.table import Gates, Reranker, fp32_tolerance
 
 Scores = list[NDArray[np.float32]]  # one float32[documents] per query
 
-# Correct FP32 kernels may sum in another order for another batch; more than this is a fault.
-FP32_NEIGHBOUR_TOLERANCE = 1e-4
 # Below this, INT8 is not worth its loss.
 MINIMUM_SPEEDUP = 1.1
 # Fewer graded queries do not tell a reranker from chance.
@@ -63,6 +61,8 @@ class Verifier:
         limits = graph_scoring.Limits(vocabulary, reranker.max_length)
         encoder = pair_encoding.PairEncoder.load(pairing_folder, cache_bytes=64 << 20, max_text_bytes=1 << 20)
         self.requests = [_encode(encoder, limits, query) for query in candidates]
+        known = encoder.pairing.golden[0]
+        self.known_pair = _encode(encoder, limits, Candidates(known.query, (known.document,)))
 
     def open(self, graph: Path, precision: str) -> graph_scoring.GraphScorer:
         """Open a graph the way the scorer does."""
@@ -78,6 +78,12 @@ class Verifier:
             scores.append(scorer.score([request])[0][:, 0])
             advance()
         return scores
+
+    def self_test(self, scorer: graph_scoring.GraphScorer, allowed: float) -> dict[str, Any]:
+        """Return a pair and its score, by which the scorer can see when it loads that it computes what was verified."""
+        (length,) = self.known_pair.lengths
+        arrays = {name: array[0, :length].tolist() for name, array in self.known_pair.arrays.items()}
+        return {"arrays": arrays, "score": float(scorer.score([self.known_pair])[0][0, 0]), "allowed": allowed}
 
     def largest_neighbour_effect(self, scorer: graph_scoring.GraphScorer) -> float:
         """Return how much any of some scores changes when its pair stands alone instead of in a crowd."""
@@ -142,7 +148,7 @@ def verify(
     """Choose the precision that ships and write `report.json` into `out`; raise GateError where none may."""
     reranker = verifier.reranker
     reference, fp32, facts = score_reference(verifier, fp32_graph, advance)
-    chosen, reason = "fp32", "precision is set to fp32"
+    chosen, reason, shipped, allowed = "fp32", "precision is set to fp32", reference, 10 * fp32_tolerance(reranker)
     if int8_graph is not None:
         candidate = verifier.open(int8_graph, "int8")
         int8 = verifier.score(candidate, advance)
@@ -156,7 +162,11 @@ def verify(
             "gates": [asdict(gate) | {"passed": gate.passed} for gate in gates],
         }
         chosen, reason = _choose(reranker, gates, speedup, facts["int8_neighbour_effect"], facts["queries"])
-    facts |= {"precision": chosen, "reason": reason}
+        if chosen == "int8":
+            # A CPU with other INT8 instructions may round as differently as INT8 may differ from FP32.
+            spread = float(np.concatenate(fp32).std())
+            shipped, allowed = candidate, max(allowed, reranker.gates.max_score_shift * spread)
+    facts |= {"precision": chosen, "reason": reason, "self_test": verifier.self_test(shipped, allowed)}
     (out / "report.json").write_text(json.dumps(facts, indent=2), encoding="utf-8")
     return facts
 
@@ -171,7 +181,8 @@ def score_reference(
     if not all(np.isfinite(values).all() for values in scores):
         raise GateError(f"{reranker.name}: FP32 scores are not all finite; the checkpoint is damaged.")
     effect = verifier.largest_neighbour_effect(scorer)
-    if effect > FP32_NEIGHBOUR_TOLERANCE:
+    # Correct kernels may sum in another order for another batch.
+    if effect > fp32_tolerance(reranker):
         raise GateError(f"{reranker.name}: a neighbour in the batch changes an FP32 score by {effect:.2e}.")
     lead = verifier.lead_over_chance(scores)
     if lead is not None and reranker.ndcg_above_chance >= 0 and lead[0] < max(reranker.ndcg_above_chance, 3 * lead[1]):

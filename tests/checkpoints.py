@@ -28,6 +28,7 @@ from transformers import (
 )
 from transformers.utils import sentencepiece_model_pb2_new as sentencepiece_model
 
+from build_engines.fetch import DECODERS
 from build_engines.table import EngineOptions, Gates, Reranker
 
 # What the tokenizers learn their vocabulary from; English, Chinese, other scripts, numbers and emoji.
@@ -57,12 +58,14 @@ _POSITIONS = 514
 def row(name: str, folder: Path, **overrides: Any) -> Reranker:
     """Return a row of the table for a checkpoint folder; buckets follow max_length unless they are given."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    embeds = not config["architectures"][0].endswith("ForSequenceClassification")
+    architecture = config["architectures"][0]
+    decodes = config["model_type"] in DECODERS
+    heads = {"ForSequenceClassification": "sequence_classification", "ForCausalLM": "yes_no"}
     max_length = overrides.get("max_length", 512)
     fields: dict[str, Any] = {
         "name": name,
         "checkpoint": str(folder),
-        "head": "bi_encoder" if embeds else "sequence_classification",
+        "head": next((head for ending, head in heads.items() if architecture.endswith(ending)), "bi_encoder"),
         "segment_ids": config["model_type"] == "bert",
         "max_length": max_length,
         "buckets": (*(bucket for bucket in (32, 64, 128, 256) if bucket < max_length), max_length),
@@ -73,10 +76,12 @@ def row(name: str, folder: Path, **overrides: Any) -> Reranker:
         "base_gates": loose,
         "ndcg_above_chance": -1.0,
         "opt_batch_size": 16,
-        "base_precision": "fp16",
+        "base_precision": "bf16" if decodes else "fp16",
         "int8_attention": False,
         "search_budget": 0.25,
         "engine": EngineOptions(),
+        "verify_pairs": 2000,
+        "verdict_floor": 0.0,
     }
     return Reranker(**fields | overrides)
 

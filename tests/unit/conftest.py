@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 import build_engines.finish
+from tests.unit.decoder_graphs import DecoderGraphs
 from tests.unit.scripted_triton import ScriptedTriton, serve
 from tests.unit.tiny_models import TinyModels
 
@@ -15,6 +16,11 @@ from tests.unit.tiny_models import TinyModels
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
     return TinyModels(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def decoders(tmp_path_factory: pytest.TempPathFactory) -> DecoderGraphs:
+    return DecoderGraphs(tmp_path_factory.mktemp("decoders"))
 
 
 @pytest.fixture(scope="module")

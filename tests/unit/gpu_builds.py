@@ -127,6 +127,6 @@ def _toml(reranker: Reranker) -> list[str]:
         if isinstance(value, dict):
             inner = ", ".join(f"{name} = {json.dumps(part)}" for name, part in value.items())
             lines.append(f"{field} = {{ {inner} }}")
-        elif field != "name":
+        elif field != "name" and value is not None:
             lines.append(f"{field} = {json.dumps(value)}")
     return lines

@@ -70,7 +70,7 @@ def test_committed_files_are_the_known_ones(reranker: Reranker) -> None:
     listed = subprocess.run([git, "ls-files", "."], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
     name = reranker.name
     wanted = {f"{name}/1/.gitkeep", *repository_files(reranker, 1)}
-    wanted |= {f"{name}_tokenizer/1/{file}.py" for file in ("model", "pair_encoding")}
+    wanted |= {f"{name}_tokenizer/1/{file}.py" for file in ("model", "pair_encoding", "text_ids")}
     wanted |= {f"{name}_scorer/1/{file}.py" for file in ("model", "graph_scoring")}
     assert {path for path in listed.split() if path.split("/")[0] in {name + suffix for suffix in SUFFIXES}} == wanted
 

@@ -58,7 +58,7 @@ def test_rows_take_the_defaults_that_they_do_not_set(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("max_length", "query_max"), [(512, 384), (1024, 768), (63, 47)])
 def test_a_query_keeps_three_quarters_of_the_length(tmp_path: Path, max_length: int, query_max: int) -> None:
     text = TABLE + f"max_length = {max_length}\nbuckets = [{max_length}]\n"
-    assert read_table(write(tmp_path, text))["my_reranker"].query_max == query_max
+    assert read_table(write(tmp_path, text))["my_reranker"].query_max(4) == query_max
 
 
 @pytest.mark.parametrize(

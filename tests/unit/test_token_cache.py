@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from build_engines.serving_code import pair_encoding
+from build_engines.serving_code import pair_encoding, text_ids
 from tests.unit.random_texts import random_pair
 from tests.unit.tiny_models import TinyModels
 
@@ -100,7 +100,7 @@ def test_an_empty_cache_counts_no_bytes(tiny: TinyModels) -> None:
 
 def test_the_least_recently_used_text_goes_first(tiny: TinyModels) -> None:
     # Room for three one-word texts.
-    encoder = fresh(tiny, 3 * (pair_encoding.TokenCache.ENTRY_OVERHEAD_BYTES + 20))
+    encoder = fresh(tiny, 3 * (text_ids.TokenCache.ENTRY_OVERHEAD_BYTES + 20))
     encode(encoder, ("panda", "bread"))
     encode(encoder, ("sea", "sea"))
     encode(encoder, ("panda", "panda"))

@@ -8,10 +8,11 @@ faster than one run on all threads, so threads work inside a run only when runs 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -21,6 +22,10 @@ Ids = NDArray[np.int64]  # int64[pairs, padded length]
 
 # Above this size a second session for lone rows would cost more memory than the latency it saves is worth.
 ONE_SESSION_BYTES = 512 << 20
+
+
+class SelfTestError(Exception):
+    """The graph does not score here as it did when it was verified; it must not serve."""
 
 
 class InputError(Exception):
@@ -154,6 +159,17 @@ class GraphScorer:
             for rows in runs:
                 score(self._alone, rows)
         return np.split(scores, np.cumsum([len(request.lengths) for request in requests])[:-1])
+
+    def check(self, test: Mapping[str, Any]) -> None:
+        """Score the pair that the build has kept the score of; raise SelfTestError where it is another one."""
+        arrays = {name: np.array([ids], dtype=np.int64) for name, ids in test["arrays"].items()}
+        pair = PaddedPairs(arrays, arrays["attention_mask"].sum(axis=1))
+        score = float(self.score([pair])[0][0, 0])
+        if not abs(score - test["score"]) <= test["allowed"]:
+            raise SelfTestError(
+                f"the self-test pair scores {score:.4f} here and scored {test['score']:.4f} when it was built; allowed "
+                f"is a difference of {test['allowed']:.2g}. The graph or its runtime is damaged, or another; build it."
+            )
 
     def run(self, session: ort.InferenceSession, feed: dict[str, Ids]) -> NDArray[np.float32]:
         """Run the graph once; return float32[rows, 1]."""

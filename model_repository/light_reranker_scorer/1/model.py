@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
-from graph_scoring import GraphScorer, InputError, Limits, PaddedPairs, available_threads
+from graph_scoring import GraphScorer, InputError, Limits, PaddedPairs, SelfTestError, available_threads
 
 
 class TritonPythonModel:
@@ -40,6 +40,12 @@ class TritonPythonModel:
                 f"{args['model_name']}: the graph takes {sorted(self._scorer.input_names)}, the config declares "
                 f"{sorted(declared)}. Set segment_ids in rerankers.toml, then: python -m build_engines configs."
             )
+        try:
+            _check_verdict(manifest.get("verdict"))
+            if "self_test" in manifest["report"]:
+                self._scorer.check(manifest["report"]["self_test"])
+        except SelfTestError as error:
+            raise pb_utils.TritonModelException(f"{args['model_name']}: {error}") from error
         self._metrics = TokenMetrics(args["model_name"], args["model_version"])
 
     def execute(self, requests: list[Any]) -> list[Any]:
@@ -91,6 +97,15 @@ def _check_size(path: Path, expected: int) -> None:
         has = "is missing" if found is None else f"has {found} bytes"
         raise pb_utils.TritonModelException(
             f"{path} {has}, the build wrote {expected} bytes. Delete the version folder and build again."
+        )
+
+
+def _check_verdict(verdict: Any) -> None:
+    # The graph has no vocabulary to ask; the build has asked, and the self-test's score is of that very prompt.
+    if verdict is not None and not verdict["mass"] >= verdict["floor"]:
+        raise SelfTestError(
+            f"P({verdict['yes']}) + P({verdict['no']}) was {verdict['mass']:.2g} when it was built, at least "
+            f"{verdict['floor']:g} is asked. The checkpoint does not answer its prompt; correct it and build again."
         )
 
 

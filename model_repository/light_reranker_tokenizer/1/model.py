@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
-from pair_encoding import EncodedPairs, PairEncoder, PairingError, TextError, TextIds
+from pair_encoding import EncodedPairs, PairEncoder, PairingError, TextError
+from text_ids import TextIds
 
 
 class TritonPythonModel:

@@ -5,8 +5,10 @@ One algorithm for every family of reranker, driven by `pairing.json`:
 
     prefix_ids + query_ids[:query_max] + middle_ids + document_ids[:room] + suffix_ids
 
-Each text is tokenised alone, so that its ids can be kept and used again. The tokenizer beside this file knows no
-control tokens at all: `</s>` or `[SEP]` typed by a user is text like any other; only this module places control ids.
+In the prompt of a decoder a text is tokenised with what stands directly around it, its head and tail; a text that is
+cut keeps its tail, and prefix and suffix are never cut. Each text is tokenised alone, so that its ids can be kept and
+used again. The tokenizer beside this file knows no control tokens at all: `</s>` or `[SEP]` typed by a user is text
+like any other; only this module places control ids.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from text_ids import TextIds, TokenCache, text_key
 from tokenizers import Tokenizer
 
 FORMAT = 1
@@ -60,9 +62,14 @@ class Pairing:
     tokenizer_sha256: str
     # How many of middle_ids still belong to segment 0; None where the graph takes no segment ids.
     first_segment_middle: int | None = None
-    # Text put before a query or a document; it is tokenised, counted and cut together with it.
+    # Text put before and after a query or a document; it is tokenised and counted together with it. A text that is cut
+    # ends in the ids that its tail has alone.
     query_head: str = ""
+    query_tail: str = ""
+    query_tail_ids: tuple[int, ...] = ()
     document_head: str = ""
+    document_tail: str = ""
+    document_tail_ids: tuple[int, ...] = ()
     golden: tuple[GoldenPair, ...] = ()
     format: int = FORMAT
 
@@ -71,7 +78,8 @@ class Pairing:
             raise PairingError(f"pairing.json has format {self.format}; this code reads {FORMAT}. Build again.")
         if self.buckets != tuple(sorted(set(self.buckets))) or not self.buckets or self.buckets[-1] != self.max_length:
             raise PairingError(f"buckets {self.buckets} must rise and end with max_length {self.max_length}.")
-        if self.query_max < 1 or self.control_length + self.query_max > self.max_length:
+        least = self.control_length + self.query_max + len(self.document_tail_ids)
+        if self.query_max < 1 + len(self.query_tail_ids) or least > self.max_length:
             raise PairingError(
                 f"query_max {self.query_max} and {self.control_length} control tokens exceed "
                 f"max_length {self.max_length}."
@@ -81,6 +89,16 @@ class Pairing:
     def control_length(self) -> int:
         """Tokens in a pair that come from neither text."""
         return len(self.prefix_ids) + len(self.middle_ids) + len(self.suffix_ids)
+
+    @property
+    def around_query(self) -> tuple[str, str]:
+        """What is tokenised together with a query, before and after it."""
+        return self.query_head, self.query_tail
+
+    @property
+    def around_document(self) -> tuple[str, str]:
+        """What is tokenised together with a document, before and after it."""
+        return self.document_head, self.document_tail
 
     @classmethod
     def from_json(cls, text: str) -> Pairing:
@@ -92,14 +110,6 @@ class Pairing:
             return cls(**fields | lists, golden=golden)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise PairingError(f"pairing.json cannot be read ({error}). Build again.") from error
-
-
-@dataclass(frozen=True, slots=True)
-class TextIds:
-    """The first `max_length` ids of a text, and how many it has in all."""
-
-    ids: NDArray[np.int32]  # int32[kept]
-    length: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,41 +126,6 @@ class EncodedPairs:
         """What the scorer takes, by the names of its inputs."""
         arrays = {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
         return arrays if self.token_type_ids is None else arrays | {"token_type_ids": self.token_type_ids}
-
-
-class TokenCache:
-    """Least-recently-used token ids, bounded by bytes."""
-
-    # Measured size of the key, the dictionary slot, the TextIds and the array header of one entry.
-    ENTRY_OVERHEAD_BYTES = 400
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.size_bytes = 0
-        self.hits = 0
-        self.misses = 0
-        self._entries: OrderedDict[bytes, TextIds] = OrderedDict()
-
-    def get(self, key: bytes) -> TextIds | None:
-        """Return the entry and make it the youngest; count a hit or a miss."""
-        entry = self._entries.get(key)
-        if entry is None:
-            self.misses += 1
-            return None
-        self.hits += 1
-        self._entries.move_to_end(key)
-        return entry
-
-    def put(self, key: bytes, entry: TextIds) -> None:
-        """Keep a new entry, dropping the oldest ones until the bound holds."""
-        self._entries[key] = entry
-        self.size_bytes += self._cost_bytes(entry)
-        while self.size_bytes > self.limit_bytes:
-            _, dropped = self._entries.popitem(last=False)
-            self.size_bytes -= self._cost_bytes(dropped)
-
-    def _cost_bytes(self, entry: TextIds) -> int:
-        return entry.ids.nbytes + self.ENTRY_OVERHEAD_BYTES
 
 
 class PairEncoder:
@@ -200,11 +175,11 @@ class PairEncoder:
     def request_texts(self, queries: Sequence[bytes], documents: Sequence[bytes]) -> dict[bytes, str]:
         """Return what a request needs tokenised, by key; raise TextError when a row cannot be encoded."""
         texts: dict[bytes, str] = {}
-        for role, head, rows in self._roles(queries, documents):
+        for role, around, rows in self._roles(queries, documents):
             for row, text in enumerate(rows):
-                key = _key(head, text)
+                key = text_key(around, text)
                 if key not in texts:
-                    texts[key] = head + self._decode(role, row, text)
+                    texts[key] = self._decode(role, row, text).join(around)
         return texts
 
     def text_ids(self, texts: dict[bytes, str]) -> dict[bytes, TextIds]:
@@ -230,7 +205,7 @@ class PairEncoder:
         """Join tokenised texts into rows padded to the smallest bucket that holds the longest."""
         p = self.pairing
         rows = [
-            (ids[_key(p.query_head, query)], ids[_key(p.document_head, document)])
+            (ids[text_key(p.around_query, query)], ids[text_key(p.around_document, document)])
             for query, document in zip(queries, documents, strict=True)
         ]
         full = np.array([[q.length + d.length + p.control_length] for q, d in rows], dtype=np.int32).reshape(-1, 1)
@@ -239,7 +214,7 @@ class PairEncoder:
         input_ids = np.full((len(rows), bucket), p.pad_id, dtype=np.int64)
         ends = np.empty((len(rows), 2), dtype=np.int64)  # first token of segment 1, end of row
         for row, (query, document) in enumerate(rows):
-            ends[row] = self._write_row(input_ids[row], query.ids[: p.query_max], document.ids)
+            ends[row] = self._write_row(input_ids[row], query, document)
         position = np.arange(bucket)
         attention_mask = (position < ends[:, 1:]).astype(np.int64)
         types = None
@@ -247,14 +222,13 @@ class PairEncoder:
             types = (position >= ends[:, :1]).astype(np.int64) * attention_mask
         return EncodedPairs(input_ids, attention_mask, types, full)
 
-    def _write_row(
-        self, row: NDArray[np.int64], query: NDArray[np.int32], document: NDArray[np.int32]
-    ) -> tuple[int, int]:
+    def _write_row(self, row: NDArray[np.int64], query: TextIds, document: TextIds) -> tuple[int, int]:
         p = self.pairing
-        room = p.max_length - p.control_length - len(query)
+        query_ids = query.cut(p.query_max, p.query_tail_ids)
+        document_ids = document.cut(p.max_length - p.control_length - len(query_ids), p.document_tail_ids)
         at = 0
         segment = 0
-        for part in (p.prefix_ids, query, p.middle_ids, document[:room], p.suffix_ids):
+        for part in (p.prefix_ids, query_ids, p.middle_ids, document_ids, p.suffix_ids):
             if part is p.middle_ids:
                 segment = at + (p.first_segment_middle or 0)
             row[at : at + len(part)] = part
@@ -267,9 +241,9 @@ class PairEncoder:
 
     def _roles(
         self, queries: Sequence[bytes], documents: Sequence[bytes]
-    ) -> Iterable[tuple[str, str, Sequence[bytes]]]:
-        yield "QUERY", self.pairing.query_head, queries
-        yield "DOCUMENT", self.pairing.document_head, documents
+    ) -> Iterable[tuple[str, tuple[str, str], Sequence[bytes]]]:
+        yield "QUERY", self.pairing.around_query, queries
+        yield "DOCUMENT", self.pairing.around_document, documents
 
     def _decode(self, role: str, row: int, text: bytes) -> str:
         if len(text) > self._max_text_bytes:
@@ -284,11 +258,3 @@ class PairEncoder:
         if role == "QUERY" and not decoded.strip():
             raise TextError(f"QUERY in row {row} is empty or blank. Send the text to search for.")
         return decoded
-
-
-def _key(head: str, text: bytes) -> bytes:
-    # A digest keeps long texts out of the cache; 128 bits of BLAKE2 make a collision out of reach even for an attacker.
-    # The zero byte ends the head, so that no head and text read like another head and text.
-    digest = hashlib.blake2b(head.encode() + b"\0", digest_size=16)
-    digest.update(text)
-    return digest.digest()

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prompt in the ids of a checkpoint's tokenizer: its segments, its verdicts, and the proof that it may be cut.
+
+Texts are tokenised apart from the prompt, so that their ids can be kept. That is right only where the tokenizer has a
+boundary at each cut whatever the text is. The places are chosen for how these tokenizers split (a space belongs to the
+word after it, a line break to the punctuation before it, a control token to nothing) and are tried here with texts that
+begin and end in each kind of character.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from build_engines.errors import CheckpointError
+from build_engines.fetch import Checkpoint
+from build_engines.prompts import Prompt
+
+# A pair that any reranker should find relevant.
+GOOD_PAIR = ("what is a panda?", "The giant panda is a bear species endemic to China.")
+
+# Kinds of characters at which tokenizers do or do not split, and some that normalisers change or join.
+_EDGES = (
+    "a", "Z", "7", "42", ".", "?", "...", '"', "'", "'s", "(", ")", ":", "-", "_", "#", "/", "<", ">", "|", "€", "½",
+    " ", "  ", "\t", "\n", "\n\n", "\r\n", " \n", "\n ", "\u00a0", "\u3000", "\u2028", "\u200b", "\u200d", "\ufeff",
+    "\u0301", "e\u0301", "é", "ﬁ", "中", "。", "の", "ら\u309a", "한", "ᄒ", "א", "ب", "ไ", "क\u094d", "👩\u200d👧",
+    "❤\ufe0f", "\U0001f1e8", "\x01", "\x7f",
+)  # fmt: skip
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Return the checkpoint's own tokenizer as the tokenizers library has it; raise CheckpointError if damaged."""
+    from tokenizers import Tokenizer  # noqa: PLC0415
+
+    path = folder / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise CheckpointError(f"{path} is damaged ({error}). Fetch it again.") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def ids_of(tokenizer: Any, text: str) -> list[int]:
+    """Return the ids of a text alone, nothing added."""
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    return ids
+
+
+def prompt_layout(tokenizer: Any, prompt: Prompt) -> dict[str, Any]:
+    """Return the fields of Pairing that a prompt decides; raise CheckpointError where it cannot be cut as it says."""
+    _check_instruction(tokenizer, prompt)
+    layout: dict[str, Any] = {
+        f"{segment}_ids": tuple(i for text in prompt.pieces(segment) for i in ids_of(tokenizer, text))
+        for segment in ("prefix", "middle", "suffix")
+    }
+    for text, around in (("query", prompt.around_query), ("document", prompt.around_document)):
+        head, tail = around
+        layout |= {f"{text}_head": head, f"{text}_tail": tail, f"{text}_tail_ids": tuple(ids_of(tokenizer, tail))}
+    if not prompt.apart:
+        texts = [*_EDGES, *(edge + "a" for edge in _EDGES), *("a" + edge for edge in _EDGES)]
+        for text in texts:
+            check_whole(tokenizer, prompt, layout, text, "a")
+            check_whole(tokenizer, prompt, layout, "a", text)
+        check_whole(tokenizer, prompt, layout, "a", "")
+    return layout
+
+
+def joined(tokenizer: Any, prompt: Prompt, layout: dict[str, Any], query: str, document: str) -> list[int]:
+    """Return the ids of a pair joined from its parts, nothing cut."""
+    texts = (query.join(prompt.around_query), document.join(prompt.around_document))
+    query_ids, document_ids = (ids_of(tokenizer, text) for text in texts)
+    return [*layout["prefix_ids"], *query_ids, *layout["middle_ids"], *document_ids, *layout["suffix_ids"]]
+
+
+def check_whole(tokenizer: Any, prompt: Prompt, layout: dict[str, Any], query: str, document: str) -> None:
+    """Raise CheckpointError where the ids of the whole prompt are others than those of its parts."""
+    parts, whole = joined(tokenizer, prompt, layout, query, document), ids_of(tokenizer, prompt.whole(query, document))
+    if parts == whole:
+        return
+    at = next((i for i, (a, b) in enumerate(zip(parts, whole, strict=False)) if a != b), min(len(parts), len(whole)))
+    raise CheckpointError(
+        f"The prompt {prompt.name} reads differently in parts: for the query {query!r} and the document {document!r} "
+        f"the whole has {_shown(tokenizer, whole, at)} where its parts have {_shown(tokenizer, parts, at)}. Move the "
+        "characters that the tokenizer joins to a text into query or document, such as the space before a text or the "
+        "line break after it, in [prompts] of rerankers.toml."
+    )
+
+
+def verdict_ids(tokenizer: Any, prompt: Prompt) -> tuple[int, int | None]:
+    """Return the ids of yes and no (None where the prompt has no `no`); raise CheckpointError unless each is one token.
+
+    They must be what the tokenizer makes of the verdict directly after the prompt, not only of the verdict alone.
+    """
+    yes = _verdict_id(tokenizer, prompt, prompt.yes)
+    return yes, _verdict_id(tokenizer, prompt, prompt.no) if prompt.no else None
+
+
+def _verdict_id(tokenizer: Any, prompt: Prompt, verdict: str) -> int:
+    ids = ids_of(tokenizer, verdict)
+    if len(ids) != 1:
+        raise CheckpointError(
+            f"The verdict {verdict!r} of the prompt {prompt.name} is {len(ids)} tokens ({_shown(tokenizer, ids, 0)}); "
+            "a verdict must be one, since the score is read off the next token alone. Choose another word."
+        )
+    before = prompt.whole(*GOOD_PAIR)
+    if not prompt.apart and ids_of(tokenizer, before + verdict) != [*ids_of(tokenizer, before), *ids]:
+        raise CheckpointError(
+            f"The verdict {verdict!r} is not the token {ids[0]} after the prompt {prompt.name}, whose end it is joined "
+            "to. Give it as it follows there, with a space before it if the tokenizer expects one."
+        )
+    return ids[0]
+
+
+def pad_id(checkpoint: Checkpoint) -> int:
+    """Return the id that fills rows; raise CheckpointError where a checkpoint names none, not even an end of text.
+
+    Any control token will do, the end of text too: graphs see the mask, never the ids behind it.
+    """
+    settings = checkpoint.folder / "tokenizer_config.json"
+    tokens = json.loads(settings.read_text(encoding="utf-8")) if settings.exists() else {}
+    named = tokens.get("pad_token")
+    content = named.get("content") if isinstance(named, dict) else named
+    added = json.loads((checkpoint.folder / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
+    of_content = {token["content"]: token["id"] for token in added}
+    end = checkpoint.config.get("eos_token_id")
+    candidates = (
+        checkpoint.config.get("pad_token_id"),
+        of_content.get(content),
+        end[0] if isinstance(end, list) and end else end,
+    )
+    for candidate in candidates:
+        if isinstance(candidate, int) and 0 <= candidate < int(checkpoint.config["vocab_size"]):
+            return candidate
+    raise CheckpointError(f"{checkpoint.folder / 'config.json'} names neither pad_token_id nor eos_token_id; add one.")
+
+
+def _check_instruction(tokenizer: Any, prompt: Prompt) -> None:
+    added = set(tokenizer.get_added_tokens_decoder())
+    found = sorted(added & set(ids_of(tokenizer, prompt.instruction)))
+    if found:
+        raise CheckpointError(
+            f"The instruction {prompt.instruction!r} holds the control token {tokenizer.id_to_token(found[0])!r}; "
+            "write it as plain text."
+        )
+
+
+def _shown(tokenizer: Any, ids: list[int], at: int) -> str:
+    return ", ".join(f"{i} {tokenizer.id_to_token(i)!r}" for i in ids[at : at + 4]) or "nothing"

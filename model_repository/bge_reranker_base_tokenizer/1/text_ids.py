@@ -1,0 +1,1 @@
+../../light_reranker_tokenizer/1/text_ids.py

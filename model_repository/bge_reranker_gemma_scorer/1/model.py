@@ -1,0 +1,1 @@
+../../light_reranker_scorer/1/model.py

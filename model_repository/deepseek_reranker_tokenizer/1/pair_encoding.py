@@ -1,0 +1,1 @@
+../../light_reranker_tokenizer/1/pair_encoding.py

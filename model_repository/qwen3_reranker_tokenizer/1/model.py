@@ -1,0 +1,1 @@
+../../light_reranker_tokenizer/1/model.py
