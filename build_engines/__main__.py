@@ -17,7 +17,7 @@ from rich.markup import escape
 from build_engines.build import build
 from build_engines.configs import pinned_version, write_configs
 from build_engines.demo import run_demo
-from build_engines.errors import BuildError, EngineError
+from build_engines.errors import BuildError, EngineError, TableError
 from build_engines.install import installed_versions, pin, read_manifest
 from build_engines.pairs import SAMPLE
 from build_engines.places import REPOSITORY
@@ -80,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--revision", help="commit of a hub checkpoint, 40 hexadecimal digits")
     command.add_argument("--precision", choices=get_args(Precision), help="instead of the row's")
+    command.add_argument("--instruction", help="decoders: what the prompt asks for, instead of the row's")
     command.add_argument(
         "--pairs",
         type=Path,
@@ -138,6 +139,10 @@ def _build(arguments: argparse.Namespace, console: Console) -> int:
         reranker = dataclasses.replace(
             reranker, checkpoint=arguments.checkpoint, revision=arguments.revision or "", sha256={}
         )
+    if arguments.instruction:
+        if reranker.prompt is None:
+            raise TableError(f"{reranker.name} has no prompt, so an instruction has no place; leave --instruction out.")
+        reranker = dataclasses.replace(reranker, prompt=reranker.prompt.instructed(arguments.instruction))
     if arguments.precision:
         changed = {"precision": arguments.precision}
         if arguments.target == "gpu" and arguments.precision in get_args(BasePrecision):

@@ -176,7 +176,8 @@ def share_out(request: BuildRequest, given: list[Candidates], checkpoint: Checkp
             f"{reranker.name}: precision {reranker.precision} with base_precision {reranker.base_precision} is not for "
             f"the gpu target; use auto, int8 or {reranker.base_precision}."
         )
-    head_size = int(checkpoint.config["hidden_size"]) // int(checkpoint.config["num_attention_heads"])
+    config = checkpoint.config
+    head_size = int(config.get("head_dim") or int(config["hidden_size"]) // int(config["num_attention_heads"]))
     if reranker.int8_attention and head_size > INT8_ATTENTION_MAX_HEAD:
         raise TableError(
             f"{reranker.name}: int8_attention is for heads of at most {INT8_ATTENTION_MAX_HEAD}, and this checkpoint's "

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A random checkpoint of bge-reranker-v2-m3's shape through a whole build: seconds and peak memory.
+"""A random checkpoint of a published one's shape through a whole build: seconds and peak memory.
 
     python -m perf.full_scale --checkpoint DIR                    (writes 2.3 GB there, and about 6 GB below --work)
     python -m perf.full_scale --checkpoint DIR --target gpu       (10 GB; as far as the verified graph)
+    python -m perf.full_scale deepseek_reranker --checkpoint DIR  (3.6 GB there, and about 9 GB below --work)
 
-24 layers, 1024 hidden, 250,002 words, 8194 positions, 568 M parameters. The weights are random, so its rankings mean
-nothing; time and memory do, and the gates are opened as wide as they go.
+bge_reranker has the shape of bge-reranker-v2-m3: 24 layers, 1024 hidden, 250,002 words, 8194 positions, 568 M
+parameters. deepseek_reranker has that of DeepSeek-R1-Distill-Qwen-1.5B: 28 layers, 1536 hidden, 12 heads over 2 and
+151,936 words, and its tokenizer, which the test extra brings. The weights are random, so rankings mean nothing; time and
+memory do, and the gates are opened as wide as they go.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import re
 import resource
 import subprocess
@@ -26,12 +30,17 @@ from build_engines.table import DEFAULT_TABLE
 from perf.machine import stamp
 
 VOCABULARY = 250_002
-BUCKETS = (32, 64, 128, 256, 512, 1024)
+# Tokens of the texts of a pair, by reranker: those to verify on, and those to calibrate on (one for each bucket).
+LENGTHS = {
+    "bge_reranker": ((32, 64, 128), (32, 64, 128, 256, 512, 1024)),
+    "deepseek_reranker": ((30, 60, 160), (40, 160, 400, 900)),
+}
 
 
 def main() -> None:
     """Write the checkpoint unless it is there, build it in a process of its own, print what it took."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("reranker", nargs="?", choices=LENGTHS, default="bge_reranker")
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--work", type=Path, default=Path("build/full_scale"))
     parser.add_argument("--precision", choices=["auto", "int8", "fp32"], default="auto")
@@ -39,20 +48,17 @@ def main() -> None:
     arguments = parser.parse_args()
     print(stamp(), flush=True)
     if not (arguments.checkpoint / "tokenizer.json").exists():
-        write_checkpoint(arguments.checkpoint)
+        _WRITERS[arguments.reranker](arguments.checkpoint)
     work = arguments.work
     work.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "build_engines", "build", "bge_reranker", "--precision", arguments.precision]
+    command = [sys.executable, "-m", "build_engines", "build", arguments.reranker, "--precision", arguments.precision]
     command += ["--checkpoint", str(arguments.checkpoint), "--target", arguments.target]
     command += ["--repository", str(work / "model_repository"), "--build-folder", str(work)]
-    command += [
-        "--table",
-        str(_open_gates(work)),
-        "--pairs",
-        str(_write_pairs(work / "verify.jsonl", (32, 64, 128), 4)),
-    ]
+    write_pairs = _write_letters if arguments.reranker == "bge_reranker" else _write_words
+    verify, calibrate = LENGTHS[arguments.reranker]
+    command += ["--table", str(_open_gates(work)), "--pairs", str(write_pairs(work / "verify.jsonl", verify, 4))]
     if arguments.target == "gpu":
-        command += ["--calibration", str(_write_pairs(work / "calibrate.jsonl", BUCKETS, 24))]
+        command += ["--calibration", str(write_pairs(work / "calibrate.jsonl", calibrate, 32))]
     started = time.monotonic()
     status = subprocess.run(command, check=False).returncode
     if status not in (0, NOT_FINISHED):
@@ -70,11 +76,23 @@ def _open_gates(work: Path) -> Path:
     for gate, wide in (("ndcg_drop", 1), ("top1_agreement", -1), ("kendall_tau", -1), ("max_score_shift", 1e9)):
         text = re.sub(rf"^{gate} = \S+", f"{gate} = {wide}", text, flags=re.MULTILINE)
     text = re.sub(r"^ndcg_above_chance = \S+", "ndcg_above_chance = -1", text, flags=re.MULTILINE)
+    text = re.sub(r"^verdict_floor = \S+", "verdict_floor = 0", text, flags=re.MULTILINE)
     (work / "rerankers.toml").write_text(text, encoding="utf-8")
     return work / "rerankers.toml"
 
 
-def _write_pairs(path: Path, lengths: Sequence[int], count: int) -> Path:
+def _write_words(path: Path, lengths: Sequence[int], count: int) -> Path:
+    """Write `count` different pairs for each length in tokens: common English words are a token each."""
+    rng = random.Random(0)
+    words = [word for row in read_pairs(SAMPLE) for text in row.documents for word in re.findall("[a-z]{3,5}", text)]
+    with path.open("w", encoding="utf-8") as stream:
+        for number in range(count):
+            documents = [" ".join(rng.choices(words, k=length * 9 // 10)) for length in lengths]
+            stream.write(json.dumps({"query": f"{path.stem} {number}", "documents": documents}) + "\n")
+    return path
+
+
+def _write_letters(path: Path, lengths: Sequence[int], count: int) -> Path:
     """Write `count` different pairs for each length in tokens; the tokenizer below makes a token of each letter."""
     texts = [text for row in read_pairs(SAMPLE) for text in row.documents]
     letters = " ".join(texts * 4)
@@ -88,8 +106,28 @@ def _write_pairs(path: Path, lengths: Sequence[int], count: int) -> Path:
     return path
 
 
-def write_checkpoint(folder: Path) -> None:
-    """Write the random checkpoint with a tokenizer of the same size and layout."""
+def write_deepseek(folder: Path) -> None:
+    """Write the random decoder in BF16, as published, with the tokenizer of the published one."""
+    import torch  # noqa: PLC0415
+
+    from tests.decoder_checkpoints import write_decoder  # noqa: PLC0415
+
+    torch.set_default_dtype(torch.bfloat16)
+    write_decoder(
+        folder,
+        "qwen2",
+        layers=28,
+        hidden=1536,
+        num_attention_heads=12,
+        head_dim=128,
+        intermediate_size=8960,
+        initializer_range=0.02,
+    )
+    torch.set_default_dtype(torch.float32)
+
+
+def write_bge(folder: Path) -> None:
+    """Write the random cross-encoder with a tokenizer of the same size and layout."""
     import torch  # noqa: PLC0415
     from transformers import XLMRobertaConfig, XLMRobertaForSequenceClassification  # noqa: PLC0415
 
@@ -134,6 +172,8 @@ def write_tokenizer(folder: Path) -> None:
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
 
+
+_WRITERS = {"bge_reranker": write_bge, "deepseek_reranker": write_deepseek}
 
 if __name__ == "__main__":
     main()
