@@ -7,8 +7,8 @@
 
 bge_reranker has the shape of bge-reranker-v2-m3: 24 layers, 1024 hidden, 250,002 words, 8194 positions, 568 M
 parameters. deepseek_reranker has that of DeepSeek-R1-Distill-Qwen-1.5B: 28 layers, 1536 hidden, 12 heads over 2 and
-151,936 words, and its tokenizer, which the test extra brings. The weights are random, so rankings mean nothing; time and
-memory do, and the gates are opened as wide as they go.
+151,936 words, and its tokenizer, which the test extra brings. The weights are random, so rankings mean nothing; time
+and memory do, and the gates are opened as wide as they go.
 """
 
 from __future__ import annotations

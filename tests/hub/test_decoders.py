@@ -31,7 +31,7 @@ def test_real_decoders_score_as_the_whole_model_does(exported: Exported) -> None
     assert prompt is not None
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model.eval()
+    model.train(False)
     yes, no = (tokenizer.encode(text, add_special_tokens=False).ids for text in (prompt.yes, prompt.no))
     found, expected = exported.score(PAIRS), []
     for query, document in PAIRS:
