@@ -73,6 +73,13 @@ def test_the_table_of_rerankers_is_fresh() -> None:
     assert with_rerankers(TEXT, read_table()) == TEXT, "run: python -m build_engines readme"
 
 
+@pytest.mark.parametrize("text", re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL))
+def test_each_row_that_the_readme_shows_is_taken(text: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(text, encoding="utf-8")
+    (row,) = read_table(tmp_path / "mine.toml").values()
+    assert row.prompt is not None
+
+
 def test_every_exception_of_the_package_is_in_the_readme() -> None:
     errors = [
         n
