@@ -18,6 +18,7 @@ from build_engines.build import build
 from build_engines.configs import pinned_version, write_configs
 from build_engines.demo import run_demo
 from build_engines.errors import BuildError, EngineError, TableError
+from build_engines.evaluate import add_evaluate_arguments, evaluate
 from build_engines.install import installed_versions, pin, read_manifest
 from build_engines.pairs import SAMPLE
 from build_engines.places import REPOSITORY
@@ -33,6 +34,7 @@ _EXAMPLES = """examples:
   python -m build_engines build bge_reranker --pairs LOG.jsonl  verified on your own queries
   python -m build_engines build bge_reranker --target gpu --pairs LOG.jsonl     INT8 TensorRT, calibrated on them too
   python -m build_engines serve                                 every reranker that is built, on 127.0.0.1
+  python -m build_engines evaluate bge_reranker --pairs LOG.jsonl     does it rank your data better than your search?
   python -m build_engines list                                  what is built, and which version serves
 """
 
@@ -99,6 +101,11 @@ def _parser() -> argparse.ArgumentParser:
     add_serve_arguments(command)
     _add_places(command)
     command.set_defaults(run=serve)
+
+    command = commands.add_parser("evaluate", help="does a reranker rank your data better than the order you have?")
+    add_evaluate_arguments(command)
+    _add_places(command)
+    command.set_defaults(run=evaluate)
 
     command = commands.add_parser("list", help="show rerankers and their installed versions")
     _add_places(command)

@@ -82,13 +82,18 @@ def install(
 
 def pin(repository: Path, reranker: Reranker, version: int) -> list[Path]:
     """Make the ensemble serve `version`; return the files changed. A running server sees it when it loads again."""
+    check_installed(repository, reranker, version)
+    return write_configs(repository, reranker, version)
+
+
+def check_installed(repository: Path, reranker: Reranker, version: int) -> None:
+    """Raise InstallError unless both halves of a version are there."""
     versions = installed_versions(repository, reranker)
     if version not in versions:
         raise InstallError(
             f"{reranker.name} has no installed version {version} in {repository}; installed: "
             f"{', '.join(map(str, versions)) or 'none'}. Build one: python -m build_engines build {reranker.name}"
         )
-    return write_configs(repository, reranker, version)
 
 
 def installed_versions(repository: Path, reranker: Reranker) -> list[int]:

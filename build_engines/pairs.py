@@ -52,6 +52,12 @@ def _row(line: str, place: str) -> Candidates:
     documents = [document.get("text") if isinstance(document, dict) else document for document in documents]
     if not all(isinstance(text, str) for text in (query, *documents)) or not query.strip():
         raise PairsError(f"{place}: query must be a text that is not blank, and every document a text.")
+    try:
+        "".join((query, *documents)).encode()
+    except UnicodeEncodeError as error:  # JSON can name half of a surrogate pair
+        raise PairsError(
+            f"{place}: a text cannot be written as UTF-8: {error.reason} ({error.object[error.start : error.end]!r})."
+        ) from error
     if relevance is None:
         return Candidates(query, tuple(documents))
     grades = (

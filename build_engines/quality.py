@@ -8,6 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+# What `bootstrap_interval` covers, and of how many draws.
+CONFIDENCE = 0.95
+RESAMPLES = 2000
+
 
 def rank_order(scores: ArrayLike) -> NDArray[np.int64]:
     """Return int64[documents], best first; ties keep their order, as the client does it."""
@@ -30,6 +34,27 @@ def mean_ndcg(scores: Sequence[ArrayLike], grades: Sequence[Sequence[float] | No
     """Return the mean nDCG@10 over the queries of which something is known to be relevant; None without any."""
     known = [ndcg_at_10(s, g) for s, g in zip(scores, grades, strict=True) if g and any(g)]
     return float(np.mean(known)) if known else None
+
+
+def reciprocal_rank(scores: ArrayLike, relevance: Sequence[float]) -> float:
+    """Return 1 / rank of the first relevant document, 0..1; 0 where none of the first ten is relevant.
+
+    Its mean over queries is MRR@10 (Voorhees 1999, the TREC-8 question answering track; cut at rank 10 as MS MARCO
+    does). A document is relevant where its grade is above 0.
+    """
+    found = np.flatnonzero(np.asarray(relevance, dtype=np.float64)[rank_order(scores)[:10]] > 0)
+    return 1.0 / (1.0 + float(found[0])) if found.size else 0.0
+
+
+def bootstrap_interval(differences: NDArray[np.float64]) -> tuple[float, float]:
+    """Return the bounds of the mean of float64[queries]: the percentile bootstrap (Efron 1979), fixed seed.
+
+    Whole queries are drawn, each with the difference of its two rankings, hence a paired comparison (Sakai 2006).
+    """
+    rng = np.random.default_rng(0)
+    means = [float(differences[rng.integers(0, len(differences), len(differences))].mean()) for _ in range(RESAMPLES)]
+    low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return float(low), float(high)
 
 
 def kendall_tau(a: ArrayLike, b: ArrayLike) -> float:

@@ -64,7 +64,8 @@ class Verifier:
         known = encoder.pairing.golden[0]
         self.known_pair = _encode(encoder, limits, Candidates(known.query, (known.document,)))
 
-    def open(self, graph: Path, precision: str) -> graph_scoring.GraphScorer:
+    @staticmethod
+    def open(graph: Path, precision: str) -> graph_scoring.GraphScorer:
         """Open a graph the way the scorer does."""
         tokens_per_run = 0 if precision == "int8" else TOKENS_PER_RUN
         return graph_scoring.GraphScorer(
@@ -224,15 +225,19 @@ def _choose(
     return "int8", f"{speedup:.2f} x as fast as FP32 and inside its gates: {passed}"
 
 
+def encode(encoder: pair_encoding.PairEncoder, query: Candidates) -> pair_encoding.EncodedPairs:
+    """Encode a query with each of its documents; raise PairsError where a text cannot be scored."""
+    documents = [document.encode() for document in query.documents]
+    try:
+        return encoder.encode([query.query.encode()] * len(documents), documents)
+    except pair_encoding.TextError as error:
+        raise PairsError(f"The query {query.query[:60]!r} cannot be scored: {error}") from error
+
+
 def _encode(
     encoder: pair_encoding.PairEncoder, limits: graph_scoring.Limits, query: Candidates
 ) -> graph_scoring.PaddedPairs:
-    documents = [document.encode() for document in query.documents]
-    try:
-        pairs = encoder.encode([query.query.encode()] * len(documents), documents)
-    except pair_encoding.TextError as error:
-        raise PairsError(f"The query {query.query[:60]!r} cannot be scored: {error}") from error
-    return graph_scoring.PaddedPairs.check(pairs.arrays, limits)
+    return graph_scoring.PaddedPairs.check(encode(encoder, query).arrays, limits)
 
 
 def _single(request: graph_scoring.PaddedPairs, row: int) -> graph_scoring.PaddedPairs:

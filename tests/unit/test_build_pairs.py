@@ -59,6 +59,7 @@ def test_a_document_may_be_an_object_with_a_text_as_in_a_log_of_requests(tmp_pat
         (GOOD | {"documents": "text"}, "documents must be a list of at least one text"),
         (GOOD | {"documents": ["a", None]}, "every document a text"),
         (GOOD | {"documents": ["a", {"body": "b"}]}, "every document a text"),
+        (r'{"query": "panda", "documents": ["half a \ud83d"]}', "cannot be written as UTF-8: surrogates not allowed"),
         (GOOD | {"relevance": [1]}, "one number of at least 0 for each of 2 documents"),
         (GOOD | {"relevance": [1, -1]}, "one number of at least 0"),
         (GOOD | {"relevance": [1, "2"]}, "one number of at least 0"),

@@ -7,10 +7,10 @@ import math
 
 import numpy as np
 import pytest
-from scipy.stats import kendalltau  # type: ignore[import-untyped]
+from scipy.stats import bootstrap, kendalltau  # type: ignore[import-untyped]
 from sklearn.metrics import ndcg_score  # type: ignore[import-untyped]
 
-from build_engines.quality import kendall_tau, ndcg_at_10, rank_order
+from build_engines.quality import bootstrap_interval, kendall_tau, ndcg_at_10, rank_order, reciprocal_rank
 
 
 def test_ranks_go_from_the_highest_score_and_ties_keep_their_order() -> None:
@@ -42,6 +42,32 @@ def test_ndcg_sees_the_first_ten_alone() -> None:
     scores = [float(-row) for row in range(20)]
     assert ndcg_at_10(scores, [0] * 10 + [1] * 10) == 0.0
     assert ndcg_at_10(scores, [0] * 20) == 0.0
+
+
+def test_the_reciprocal_rank_is_that_of_the_first_relevant_document_among_ten() -> None:
+    assert reciprocal_rank([0.1, 0.9, 0.5, 0.7], [1, 0, 2, 0]) == 1 / 3
+    assert reciprocal_rank([1.0, 1.0, 1.0], [0, 1, 1]) == 1 / 2  # ties keep their order
+    falling = [float(-row) for row in range(12)]
+    assert reciprocal_rank(falling, [0] * 9 + [1] * 3) == 1 / 10
+    assert reciprocal_rank(falling, [0] * 10 + [1] * 2) == 0.0
+    assert reciprocal_rank([1.0], [0]) == 0.0
+
+
+@pytest.mark.parametrize("queries", [12, 200])
+def test_the_interval_of_a_mean_equals_that_of_scipys_bootstrap(queries: int) -> None:
+    differences = np.random.default_rng(queries).exponential(size=queries) - 0.7
+    expected = bootstrap(
+        (differences,), np.mean, confidence_level=0.95, n_resamples=20_000, method="percentile", random_state=1
+    ).confidence_interval
+    low, high = bootstrap_interval(differences)
+    width = expected.high - expected.low
+    assert low == pytest.approx(expected.low, abs=0.06 * width)
+    assert high == pytest.approx(expected.high, abs=0.06 * width)
+    assert bootstrap_interval(differences) == (low, high), "the seed is fixed"
+
+
+def test_the_interval_of_equal_differences_is_their_value() -> None:
+    assert bootstrap_interval(np.full(7, 0.25)) == (0.25, 0.25)
 
 
 @pytest.mark.parametrize("levels", [3, 1000])
