@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from build_engines.errors import CheckpointError
 from build_engines.fetch import Checkpoint
-from build_engines.prompt_layout import GOOD_PAIR, ids_of, load_tokenizer, verdict_ids
+from build_engines.prompt_layout import GOOD_PAIR, joined, load_tokenizer, prompt_layout, verdict_ids
 from build_engines.prompts import Prompt
 from build_engines.table import Reranker
 
@@ -83,7 +83,7 @@ def check_verdict(model: Any, reranker: Reranker, checkpoint: Checkpoint) -> dic
         return {}
     tokenizer = load_tokenizer(checkpoint.folder)
     yes, no = verdict_ids(tokenizer, prompt)
-    ids = torch.tensor([ids_of(tokenizer, prompt.whole(*GOOD_PAIR))])
+    ids = torch.tensor([joined(tokenizer, prompt, prompt_layout(tokenizer, prompt), *GOOD_PAIR)])
     with torch.no_grad():
         probabilities = _last_logits(model, ids).to(torch.float64).softmax(-1)
     mass = float(probabilities[yes] + (0 if no is None else probabilities[no]))

@@ -69,16 +69,20 @@ def write_pairing(checkpoint: Checkpoint, reranker: Reranker, out: Path) -> dict
             f"{checkpoint.folder}: the tokenizer has {served.get_vocab_size()} ids, the model has embeddings for "
             f"{checkpoint.config['vocab_size']}. They do not belong together; fetch the checkpoint again."
         )
-    pairing = pair_encoding.Pairing(
-        **layout,
-        query_max=reranker.query_max(_control_length(layout)),
-        max_length=reranker.max_length,
-        buckets=reranker.buckets,
-        pad_id=padding,
-        control_ids=tuple(sorted(control)),
-        tokenizer_sha256=sha256_file(out / "tokenizer.json"),
-        golden=_golden(reference, served, layout, reranker, source),
-    )
+    typed = " ".join(t["content"] for t in source["added_tokens"] if t["special"] or t["id"] in control)
+    try:
+        pairing = pair_encoding.Pairing(
+            **layout,
+            query_max=reranker.query_max(_control_length(layout)),
+            max_length=reranker.max_length,
+            buckets=reranker.buckets,
+            pad_id=padding,
+            control_ids=tuple(sorted(control)),
+            tokenizer_sha256=sha256_file(out / "tokenizer.json"),
+            golden=_golden(reference, served, layout, reranker, typed),
+        )
+    except pair_encoding.PairingError as error:
+        raise CheckpointError(f"{reranker.name}: {error} Raise max_length and the last bucket.") from error
     (out / "pairing.json").write_text(json.dumps(asdict(pairing), ensure_ascii=False), encoding="utf-8")
     pair_encoding.PairEncoder.load(out, cache_bytes=1 << 20, max_text_bytes=1 << 20)
     facts: dict[str, Any] = {"golden_pairs": len(pairing.golden), "control_tokens_in_a_pair": pairing.control_length}
@@ -183,9 +187,8 @@ def _check_control_tokens(source: dict[str, Any], served: Any, control: set[int]
 
 
 def _golden(
-    reference: Any, served: Any, layout: dict[str, Any], reranker: Reranker, source: dict[str, Any]
+    reference: Any, served: Any, layout: dict[str, Any], reranker: Reranker, typed: str
 ) -> tuple[pair_encoding.GoldenPair, ...]:
-    typed = " ".join(token["content"] for token in source["added_tokens"] if token["special"])
     prefix, middle, suffix = layout["prefix_ids"], layout["middle_ids"], layout["suffix_ids"]
     control = _control_length(layout)
     query_max = reranker.query_max(control)

@@ -138,8 +138,10 @@ def pad_id(checkpoint: Checkpoint) -> int:
 
 
 def _check_instruction(tokenizer: Any, prompt: Prompt) -> None:
-    added = set(tokenizer.get_added_tokens_decoder())
-    found = sorted(added & set(ids_of(tokenizer, prompt.instruction)))
+    # Some tokenizers add line breaks too, but text is made of these.
+    model, added = tokenizer.model, tokenizer.get_added_tokens_decoder().items()
+    control = {i for i, token in added if token.special or model.token_to_id(token.content) is None}
+    found = sorted(control & set(ids_of(tokenizer, prompt.instruction)))
     if found:
         raise CheckpointError(
             f"The instruction {prompt.instruction!r} holds the control token {tokenizer.id_to_token(found[0])!r}; "

@@ -39,14 +39,24 @@ class Prompt:
             kind = bool if f.name == "apart" else str
             if not all(isinstance(part, kind) for part in parts):
                 raise TableError(f"{place} is {value!r}; give {'true or false' if kind is bool else 'text'}.")
-            if isinstance(value, tuple) and not all(value):
+            if isinstance(value, tuple) and not (value and all(value)):
                 raise TableError(f"{place} is {value!r}; it needs at least one text, and none may be empty.")
+        if self.no and (not self.yes or self.yes == self.no):
+            raise TableError(
+                f"prompts.{self.name}: yes and no must be two different texts; they are {self.yes!r} and {self.no!r}."
+            )
+        self._check_placeholders()
+
+    def _check_placeholders(self) -> None:
+        segments = "".join((*self.prefix, *self.middle, *self.suffix))
         for name, placeholder in (("query", QUERY), ("document", DOCUMENT)):
             if getattr(self, name).count(placeholder) != 1:
                 raise TableError(f"prompts.{self.name}.{name} must hold {placeholder} exactly once.")
-        if self.no and (not self.yes or self.yes == self.no):
-            raise TableError(f"prompts.{self.name}: yes and no must be two different texts; they are both {self.no!r}.")
-        asks = any(INSTRUCTION in text for text in (*self.prefix, *self.middle, *self.suffix))
+            if (segments + self.query + self.document).count(placeholder) != 1:
+                raise TableError(f"prompts.{self.name}: {placeholder} stands in the field {name} and nowhere else.")
+        if INSTRUCTION in self.query + self.document:
+            raise TableError(f"prompts.{self.name}: {INSTRUCTION} belongs in prefix, middle or suffix.")
+        asks = INSTRUCTION in segments
         if asks != bool(self.instruction):
             raise TableError(
                 f"prompts.{self.name}: "

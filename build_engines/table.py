@@ -229,6 +229,6 @@ def _prompt(name: str, wanted: Any, instruction: Any, prompts: Mapping[str, Prom
         if instruction is not None:
             raise TableError(f"{name}: an instruction is part of a prompt; name one: prompt = ...")
         return None
-    if wanted not in prompts:
+    if not isinstance(wanted, str) or wanted not in prompts:
         raise TableError(f"{name}: there is no prompt {wanted!r}; use one of {', '.join(prompts)}, or add it.")
     return prompts[wanted] if instruction is None else prompts[wanted].instructed(instruction)
