@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from build_engines.export import export
@@ -19,6 +20,7 @@ from build_engines.quantize import quantize_for_cpu
 from build_engines.serving_code import pair_encoding
 from build_engines.table import Reranker
 from tests.checkpoints import row, write_bert, write_bi_encoder, write_roberta, write_xlm_roberta
+from tests.decoder_checkpoints import DECODER_FAMILIES, decoder_row, write_decoder
 
 WRITERS = {
     "bert": write_bert,
@@ -49,11 +51,16 @@ class TinyModels:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.model = functools.cache(self._model)
+        self.encoder = functools.cache(lambda family: self.model(family).encoder())
         self.graph = functools.cache(self._graph)
         self.int8_graph = functools.cache(self._int8_graph)
 
     def _model(self, family: str) -> TinyModel:
-        folder = WRITERS[family](self.root / family / "checkpoint")
+        folder = self.root / family / "checkpoint"
+        if family in DECODER_FAMILIES:
+            reranker = decoder_row(f"tiny_{family}", write_decoder(folder, family), family)
+            return prepare(reranker, self._made(family, "pairing"))
+        WRITERS[family](folder)
         return prepare(row(f"tiny_{family}", folder), self._made(family, "pairing"))
 
     def _graph(self, family: str) -> Path:
@@ -77,6 +84,8 @@ def prepare(reranker: Reranker, out: Path) -> TinyModel:
     """Fetch a row's checkpoint and write its pairing into `out`."""
     checkpoint = fetch(reranker)
     write_pairing(checkpoint, reranker, out)
+    if reranker.prompt:  # not through transformers, which reads DeepSeek's texts as another tokenizer would
+        return TinyModel(reranker, checkpoint, Tokenizer.from_file(str(checkpoint.folder / "tokenizer.json")), out)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder)
     tokenizer.model_max_length = 1 << 30  # longer texts are given on purpose
     return TinyModel(reranker, checkpoint, tokenizer, out)
