@@ -110,7 +110,7 @@ def _model(kind: str) -> Any:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "norm" in name or "bias" in name:  # all one and all zero otherwise
-                    parameter += 0.3 * torch.randn_like(parameter)
+                    parameter.add_(0.3 * torch.randn_like(parameter))
                 # As checkpoints are published, so that storing weights in BF16 loses nothing.
                 parameter.copy_(parameter.to(torch.bfloat16))
     return model
