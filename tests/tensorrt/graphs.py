@@ -21,7 +21,7 @@ from build_engines.table import Reranker
 from tests.locks import alone_in
 from tests.tensorrt.without_gpu import KEPT
 
-_CODE = [Path(build_engines.__path__[0]) / name for name in ("export.py", "families.py")]
+_CODE = [Path(build_engines.__path__[0]) / name for name in ("export.py", "families.py", "decoders.py")]
 # Every small graph starts with it, so that its one input may be of the type that scorers take.
 CAST = helper.make_node("Cast", ["ids"], ["floats"], name="cast", to=TensorProto.FLOAT)
 
