@@ -103,9 +103,10 @@ def _check_size(path: Path, expected: int) -> None:
 def _check_verdict(verdict: Any) -> None:
     # The graph has no vocabulary to ask; the build has asked, and the self-test's score is of that very prompt.
     if verdict is not None and not verdict["mass"] >= verdict["floor"]:
+        words = " + ".join(f"P({word})" for word in (verdict["yes"], verdict["no"]) if word)
         raise SelfTestError(
-            f"P({verdict['yes']}) + P({verdict['no']}) was {verdict['mass']:.2g} when it was built, at least "
-            f"{verdict['floor']:g} is asked. The checkpoint does not answer its prompt; correct it and build again."
+            f"{words} was {verdict['mass']:.2g} when it was built, at least {verdict['floor']:g} is asked. The "
+            "checkpoint does not answer its prompt; correct it and build again."
         )
 
 
