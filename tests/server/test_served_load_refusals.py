@@ -5,18 +5,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from build_engines.configs import repository_files
-from build_engines.triton_server import ServerError, ServerOptions, TritonInstallation, TritonServer
+from build_engines.triton_server import TritonInstallation
 from tests.checkpoints import row
-from tests.server.served import BERT, INTERMEDIATE, XLM_R, Served, copy_of
+from tests.server.served import BERT, INTERMEDIATE, XLM_R, Served
+from tests.server.spoiled import Fault, assert_refused, start_all
 
 TOKENIZER = Path(f"{BERT}_tokenizer") / "1"
 SCORER = Path(f"{BERT}_scorer") / "1"
@@ -60,16 +58,6 @@ def declare_segment_ids(repository: Path) -> None:
         (repository / name).write_text(text, encoding="utf-8")
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """Something done to a built repository, and what the server's error must say."""
-
-    spoil: Callable[[Path], None]
-    said: str
-    reranker: str = BERT
-    loaded: str = BERT  # a fault that several models notice is shown on one of them
-
-
 _SCORER_TAKES = r"the graph takes \['attention_mask', 'input_ids'\], the config declares "
 FAULTS = {
     "another tokenizer": Fault(change_tokenizer, r"tokenizer\.json has sha256 \w{64}, pairing\.json expects \w{64}"),
@@ -100,28 +88,11 @@ FAULTS = {
 def refusals(
     served: Served, installation: TritonInstallation, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, str]:
-    """What each start says, several at a time: a server that fails to start spends most of its time waiting."""
-
-    def start(fault: Fault) -> str:
-        copy = copy_of(served, fault.reranker, tmp_path_factory.mktemp("spoiled") / "models")
-        fault.spoil(copy.repository)
-        options = ServerOptions(repository=copy.repository, models=(fault.loaded,), config_name="cpu")
-        try:
-            with TritonServer(options, installation):
-                return "it started"
-        except ServerError as error:
-            return str(error)
-
-    with ThreadPoolExecutor(4) as threads:
-        return dict(zip(FAULTS, threads.map(start, FAULTS.values()), strict=True))
+    return start_all(FAULTS, served, installation, tmp_path_factory)
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_repository_changed_after_the_build_is_not_served_and_the_error_says_why(
     refusals: dict[str, str], name: str
 ) -> None:
-    fault = FAULTS[name]
-    causes, log, _ = refusals[name].partition("--- end of ")
-    assert log, causes
-    assert re.search(fault.said, causes), causes
-    assert f"'{fault.reranker}_" in causes
+    assert_refused(refusals[name], FAULTS[name])
