@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One real tritonserver for the whole session, with every reranker that the tests ask."""
+"""Two real tritonservers for the whole session, with every reranker that the tests ask: encoders, and decoders."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import tritonclient.grpc as triton
 
 from build_engines.triton_server import ServerError, ServerOptions, TritonInstallation, TritonServer, find_tritonserver
 from tests.server.served import ALL, Served, build_all
+from tests.server.served_decoders import DECODERS, build_decoders
 
 
 @pytest.fixture(scope="session")
@@ -39,4 +40,22 @@ def server(served: Served, installation: TritonInstallation) -> Iterator[TritonS
 def grpc(server: TritonServer) -> Iterator[triton.InferenceServerClient]:
     """A client that sends whatever it is given, unlike the SDK."""
     with triton.InferenceServerClient(server.grpc_url) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def served_decoders(installation: TritonInstallation, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    return build_decoders(tmp_path_factory.mktemp("server-tests") / "decoders")
+
+
+@pytest.fixture(scope="session")
+def decoder_server(served_decoders: Served, installation: TritonInstallation) -> Iterator[TritonServer]:
+    options = ServerOptions(repository=served_decoders.repository, models=DECODERS, config_name="cpu")
+    with TritonServer(options, installation) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def decoder_grpc(decoder_server: TritonServer) -> Iterator[triton.InferenceServerClient]:
+    with triton.InferenceServerClient(decoder_server.grpc_url) as client:
         yield client
