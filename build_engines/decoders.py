@@ -92,10 +92,10 @@ def check_verdict(model: Any, reranker: Reranker, checkpoint: Checkpoint) -> dic
         likely = ", ".join(
             f"{tokenizer.id_to_token(int(i))!r} {float(p):.3f}" for p, i in zip(top.values, top.indices, strict=True)
         )
-        names = f"{prompt.yes!r}" + (f" and {prompt.no!r}" if prompt.no else "")
+        names = f"{prompt.yes!r} and {prompt.no!r} have together" if prompt.no else f"{prompt.yes!r} has"
         raise CheckpointError(
             f"{reranker.name}: after the prompt {prompt.name} the checkpoint does not answer with its verdicts: "
-            f"{names} have together probability {mass:.2g}, at least {reranker.verdict_floor:g} is asked. It goes on "
+            f"{names} probability {mass:.2g}, at least {reranker.verdict_floor:g} is asked. It goes on "
             f"with {likely}. A think block that is still open, a prompt of another model or a wrong verdict does this; "
             "correct the prompt in rerankers.toml, or set verdict_floor = 0 if you know better."
         )
