@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from build_engines.apart import run_apart_if_large
 from build_engines.errors import TableError
 from build_engines.fetch import Checkpoint, fetch
 from build_engines.hashing import sha256_file
@@ -92,13 +93,13 @@ def _pairing(checkpoint: Checkpoint, reranker: Reranker, out: Path) -> dict[str,
 def _export(checkpoint: Checkpoint, reranker: Reranker, out: Path) -> dict[str, Any]:
     from build_engines.export import export  # noqa: PLC0415 - torch takes seconds to import
 
-    return export(checkpoint, reranker, out)
+    return run_apart_if_large(checkpoint.folder, export, checkpoint, reranker, out)
 
 
 def _quantize(graph: Path, out: Path) -> dict[str, Any]:
     from build_engines.quantize import quantize_for_cpu  # noqa: PLC0415
 
-    return quantize_for_cpu(graph, out)
+    return run_apart_if_large(graph.parent, quantize_for_cpu, graph, out)
 
 
 def _verify(common: Exported, int8: StepResult | None) -> StepResult:

@@ -64,8 +64,10 @@ class Steps:
             "inputs": dict(inputs),
             "tools": tool_versions(),
             "seconds": round(seconds, 2),
-            # Of the whole process until now: a step that needs less than an earlier one does not show.
-            "peak_memory_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20), 2),
+            # Of the build's processes until now: a step that needs less than an earlier one does not show.
+            "peak_memory_gib": round(
+                max(map(_peak_kib, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))) / (1 << 20), 2
+            ),
             "facts": facts,
             "files": files,
         }
@@ -108,6 +110,10 @@ def _version(name: str) -> str:
 def code_hash(*paths: Path) -> str:
     """Return one hash of the modules that a step runs, so that a change to its code builds anew."""
     return sha256_value([sha256_file(path) for path in paths])
+
+
+def _peak_kib(whose: int) -> int:
+    return resource.getrusage(whose).ru_maxrss
 
 
 def _finished(folder: Path, fingerprint: str | None) -> StepResult | None:
