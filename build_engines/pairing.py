@@ -3,8 +3,8 @@
 
 The layout is read off the checkpoint's tokenizer.json rather than kept in a list of families (a decoder's is the prompt
 of its row), and the golden ids come from that file too, so that what is served is compared with something it did not
-compute. The file is read with the
-tokenizers library alone: transformers 5 rebuilds some tokenizers from their class name and may read text differently.
+compute. The file is read with the tokenizers library alone: transformers 5 rebuilds some tokenizers from their class
+name and may read text differently.
 """
 
 from __future__ import annotations
