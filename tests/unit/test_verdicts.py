@@ -101,7 +101,7 @@ def write_thinker(folder: Path) -> Checkpoint:
 
     What it says next depends on the last token nearly alone: layers add little to its embedding.
     """
-    write_decoder(folder, "qwen2")
+    write_decoder(folder, "qwen2", layers=1)
     tokenizer = Tokenizer.from_str(tokenizer_json("qwen2"))
     weights = load_file(folder / "model.safetensors")
     for name in weights:
