@@ -77,14 +77,22 @@ def choose_pairs(
     for query, document in _different_pairs(given):
         pair = _encode(reranker, encoder, query, document)
         found[pair.bucket].setdefault(pair.script, []).append(pair)
-    chosen = [pair for bucket in reranker.buckets for pair in _by_turns(found[bucket], PAIRS_PER_BUCKET)]
+    available = sum(len(pairs) for of_script in found.values() for pairs in of_script.values())
+    limit, chosen = PAIRS_PER_BUCKET, _draw(reranker, found, PAIRS_PER_BUCKET)
+    while len(chosen) < min(MINIMUM_PAIRS, available):  # few buckets, or few lengths in the file
+        limit *= 2
+        chosen = _draw(reranker, found, limit)
     if len(chosen) < MINIMUM_PAIRS:
         raise PairsError(
-            f"{reranker.name}: {source} gives {len(chosen)} different pairs to calibrate INT8 with, at most "
-            f"{PAIRS_PER_BUCKET} of each length; at least {MINIMUM_PAIRS} are needed. Give a larger file of real "
+            f"{reranker.name}: {source} gives {len(chosen)} different pairs to calibrate INT8 with; at least "
+            f"{MINIMUM_PAIRS} are needed. Give a larger file of real "
             f"queries and documents, or build without INT8: --precision {reranker.base_precision}."
         )
     return chosen
+
+
+def _draw(reranker: Reranker, found: dict[int, dict[str, list[CalibrationPair]]], limit: int) -> list[CalibrationPair]:
+    return [pair for bucket in reranker.buckets for pair in _by_turns(found[bucket], limit)]
 
 
 def some_pairs(

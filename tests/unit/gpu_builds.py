@@ -123,7 +123,8 @@ def write_table(path: Path, request: BuildRequest) -> Path:
 
 def _toml(reranker: Reranker) -> list[str]:
     lines = []
-    for field, value in dataclasses.asdict(reranker).items():
+    fields = dataclasses.asdict(reranker) | {"prompt": reranker.prompt and reranker.prompt.name}
+    for field, value in fields.items():
         if isinstance(value, dict):
             inner = ", ".join(f"{name} = {json.dumps(part)}" for name, part in value.items())
             lines.append(f"{field} = {{ {inner} }}")

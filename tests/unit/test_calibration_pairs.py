@@ -151,10 +151,16 @@ def test_the_same_file_gives_the_same_pairs_and_not_its_first_ones(tiny: TinyMod
 
 
 def test_too_few_pairs_are_refused_with_the_way_out(tiny: TinyModels) -> None:
-    with pytest.raises(PairsError, match=r"tiny_bert: log\.jsonl gives 32 different pairs .* at least 128 are needed"):
+    with pytest.raises(PairsError, match=r"tiny_bert: log\.jsonl gives 100 different pairs .* at least 128 are needed"):
         choose(tiny.model("bert"), candidates(100, 1, words=4))
     with pytest.raises(PairsError, match=r"build without INT8: --precision bf16\."):
         choose(tiny.model("bert"), candidates(3, 1), base_precision="bf16")
+
+
+def test_one_length_may_give_all_pairs_where_the_others_are_missing(tiny: TinyModels) -> None:
+    chosen = choose(tiny.model("bert"), candidates(150, 1, words=4))
+    assert {pair.bucket for pair in chosen} == {32}
+    assert len(chosen) == 128
 
 
 def test_a_text_repeated_a_thousand_times_is_one_pair(tiny: TinyModels) -> None:
