@@ -55,7 +55,9 @@ class GpuBuild:
     def inputs(self, *modules: str, **others: Any) -> dict[str, Any]:
         """Return what a step depends on."""
         base = row(self.common.reranker, "base_precision", "int8_attention")
-        return {"fp32": dict(self.common.fp32.files), "row": base} | others | code("low_precision", *modules)
+        return (
+            {"fp32": dict(self.common.fp32.files), "row": base} | others | code("low_precision", "fp32_parts", *modules)
+        )
 
     def calibrate(self) -> StepResult:
         """Measure the ranges of activations."""

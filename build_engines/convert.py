@@ -42,11 +42,11 @@ def convert(
     graph: Path, ranges: Mapping[str, float], int8: Sequence[str], base: BasePrecision, out: Path
 ) -> dict[str, Any]:
     """Write `model.onnx` into `out`: products of `int8` between Q/DQ pairs, the rest in base precision, FP32 head."""
-    model = onnx.load(graph)
+    model = onnx.load(graph, load_external_data=False)
     if int8:
-        model = quantize_for_tensorrt(model, ranges, int8)
+        model = quantize_for_tensorrt(model, ranges, int8, graph.parent)
     target = out / "model.onnx"
-    save(lower(model, base), target)
+    save(lower(model, base, graph.parent), target)
     onnx.checker.check_model(str(target))
     return {"int8_layers": len(int8), "bytes": size_bytes(target)}
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,11 @@ from onnx import NodeProto, numpy_helper
 from onnxruntime.quantization import CalibrationMethod, QuantType, quantize_dynamic
 from onnxruntime.quantization.calibrate import TensorData, TensorsData
 from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
+from onnxruntime.quantization.quant_utils import add_infer_metadata
 
 from build_engines.errors import ExportError
-from build_engines.low_precision import fp32_nodes
+from build_engines.fp32_parts import fp32_nodes
+from build_engines.low_precision import inferred
 from build_engines.onnx_files import INLINE_BYTES, size_bytes
 
 # Scales below FP16's numbers would become 0 there, which TensorRT refuses; this holds them above 2^-20, and only
@@ -74,9 +76,11 @@ def attention_products(graph: onnx.GraphProto) -> list[NodeProto]:
 
 
 def quantize_for_tensorrt(
-    model: onnx.ModelProto, ranges: Mapping[str, float], nodes: Collection[str]
+    model: onnx.ModelProto, ranges: Mapping[str, float], nodes: Collection[str], folder: Path | None = None
 ) -> onnx.ModelProto:
     """Return the FP32 model with the products named in `nodes` between Q/DQ pairs; the argument is used up.
+
+    Weights that it does not hold are read from `folder`, one after the other, and those of other nodes stay there.
 
     Symmetric as TensorRT demands: an activation has one scale, its range / 127; a weight has one for each output
     channel and is stored as INT8. Nothing else is quantised. Raises ExportError unless the result is what TensorRT
@@ -86,7 +90,13 @@ def quantize_for_tensorrt(
     if not nodes:  # onnxruntime takes an empty list for every node
         return model
     data = {name: TensorData(lowest=np.float32(-r), highest=np.float32(r)) for name, r in ranges.items()}
-    with _quiet():
+    # Told that types are inferred, onnxruntime does not copy all weights through a file to infer them.
+    types = inferred(model).value_info
+    del model.graph.value_info[:]
+    model.graph.value_info.extend(types)
+    add_infer_metadata(model)
+    # It looks for weights outside of the model in the current directory.
+    with _quiet(), chdir(folder or Path()):
         quantizer = QDQQuantizer(
             model,
             per_channel=True,

@@ -27,10 +27,10 @@ def write_switched(
     graph: Path, ranges: Mapping[str, float], nodes: Sequence[str], base: BasePrecision, path: Path
 ) -> None:
     """Write a twin in `base` precision whose input `int8:NODE` (bool) switches the Q/DQ pairs of that node on."""
-    original = onnx.load(graph)
-    inputs = {node.name: list(node.input) for node in original.graph.node}
-    weights = {weight.name: weight for weight in original.graph.initializer}
-    model = quantize_for_tensorrt(onnx.load(graph), ranges, nodes)
+    model = onnx.load(graph, load_external_data=False)
+    inputs = {node.name: list(node.input) for node in model.graph.node}
+    weights = {weight.name: weight for weight in model.graph.initializer}  # outlive what quantising removes
+    model = quantize_for_tensorrt(model, ranges, nodes, graph.parent)
     kept = {weight.name for weight in model.graph.initializer}
     changed = []
     for node in model.graph.node:
@@ -47,11 +47,10 @@ def write_switched(
             )
             node.input[index] = chosen
         changed.append(node)
-    del original
     model.graph.input.extend(helper.make_tensor_value_info(_switch(name), TensorProto.BOOL, []) for name in nodes)
     model.graph.ClearField("node")
     model.graph.node.extend(changed)
-    save(twin(model, base), path)
+    save(twin(model, base, graph.parent), path)
 
 
 # Stands for a change that is not finite: NaN has no place in an order, and neither has JSON one for it.

@@ -11,7 +11,8 @@ import pytest
 import torch
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from build_engines.low_precision import fp32_nodes, head_nodes, lower, twin
+from build_engines.fp32_parts import fp32_nodes, head_nodes
+from build_engines.low_precision import lower, twin
 from build_engines.quantize import linear_layers, quantize_for_tensorrt
 from build_engines.table import BasePrecision
 from tests.unit.decoder_graphs import KINDS, LAYERS, NORMS, DecoderGraphs, prompts
