@@ -33,6 +33,7 @@ _EXAMPLES = """examples:
   python -m build_engines build bge_reranker --checkpoint DIR   a BGE checkpoint from a folder
   python -m build_engines build bge_reranker --pairs LOG.jsonl  verified on your own queries
   python -m build_engines build bge_reranker --target gpu --pairs LOG.jsonl     INT8 TensorRT, calibrated on them too
+  python -m build_engines build deepseek_reranker --instruction "Given a legal question, find the statutes"
   python -m build_engines serve                                 every reranker that is built, on 127.0.0.1
   python -m build_engines evaluate bge_reranker --pairs LOG.jsonl     does it rank your data better than your search?
   python -m build_engines list                                  what is built, and which version serves
@@ -70,30 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     command = commands.add_parser("build", help="checkpoint -> graph -> INT8 -> verified -> installed version")
-    command.add_argument("name", help="a row of the table of rerankers")
-    command.add_argument(
-        "--target",
-        choices=["cpu", "gpu", "onnx"],
-        default="cpu",
-        help="cpu: ONNX Runtime; gpu: a TensorRT engine; onnx stops at the FP32 graph (default: cpu)",
-    )
-    command.add_argument(
-        "--checkpoint", help="use this folder or hub id instead of the row's (hub ids need --revision)"
-    )
-    command.add_argument("--revision", help="commit of a hub checkpoint, 40 hexadecimal digits")
-    command.add_argument("--precision", choices=get_args(Precision), help="instead of the row's")
-    command.add_argument("--instruction", help="decoders: what the prompt asks for, instead of the row's")
-    command.add_argument(
-        "--pairs",
-        type=Path,
-        default=SAMPLE,
-        help="JSONL of query, documents(, relevance) to verify on; for gpu, a quarter of its queries calibrates",
-    )
-    command.add_argument("--calibration", type=Path, help="JSONL to calibrate on instead; no query of --pairs is used")
-    command.add_argument(
-        "--engine-only", action="store_true", help="finish a gpu build whose verified graph is there; needs no PyTorch"
-    )
-    command.add_argument("--build-folder", type=Path, default=Path("build"), help="intermediate files (default: build)")
+    _add_build_arguments(command)
     _add_places(command)
     command.set_defaults(run=_build)
 
@@ -130,6 +108,33 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_build_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("name", help="a row of the table of rerankers")
+    command.add_argument(
+        "--target",
+        choices=["cpu", "gpu", "onnx"],
+        default="cpu",
+        help="cpu: ONNX Runtime; gpu: a TensorRT engine; onnx stops at the FP32 graph (default: cpu)",
+    )
+    command.add_argument(
+        "--checkpoint", help="use this folder or hub id instead of the row's (hub ids need --revision)"
+    )
+    command.add_argument("--revision", help="commit of a hub checkpoint, 40 hexadecimal digits")
+    command.add_argument("--precision", choices=get_args(Precision), help="instead of the row's")
+    command.add_argument("--instruction", help="decoders: what the prompt asks for, instead of the row's")
+    command.add_argument(
+        "--pairs",
+        type=Path,
+        default=SAMPLE,
+        help="JSONL of query, documents(, relevance) to verify on; for gpu, a quarter of its queries calibrates",
+    )
+    command.add_argument("--calibration", type=Path, help="JSONL to calibrate on instead; no query of --pairs is used")
+    command.add_argument(
+        "--engine-only", action="store_true", help="finish a gpu build whose verified graph is there; needs no PyTorch"
+    )
+    command.add_argument("--build-folder", type=Path, default=Path("build"), help="intermediate files (default: build)")
+
+
 def _add_places(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--repository", type=Path, default=REPOSITORY, help="model repository (default: the checkout's)"
@@ -146,7 +151,7 @@ def _build(arguments: argparse.Namespace, console: Console) -> int:
         reranker = dataclasses.replace(
             reranker, checkpoint=arguments.checkpoint, revision=arguments.revision or "", sha256={}
         )
-    if arguments.instruction:
+    if arguments.instruction is not None:
         if reranker.prompt is None:
             raise TableError(f"{reranker.name} has no prompt, so an instruction has no place; leave --instruction out.")
         reranker = dataclasses.replace(reranker, prompt=reranker.prompt.instructed(arguments.instruction))
@@ -179,13 +184,14 @@ def _list(arguments: argparse.Namespace, console: Console) -> int:
     for name, reranker in read_table(arguments.table).items():
         live = pinned_version(arguments.repository, reranker)
         versions = installed_versions(arguments.repository, reranker)
-        console.print(f"[bold]{name}[/bold]  {reranker.about}")
+        console.print(f"[bold]{name}[/bold]  {escape(reranker.about)}")
         for version in versions:
             manifest = read_manifest(arguments.repository, reranker, version)
             mark = "serves" if version == live else "      "
             source = manifest["checkpoint"]["source"]
             built = f"{target_of(manifest)}  {manifest['precision']}"
-            console.print(f"  {mark} {version}  {built}  {source}  {manifest['built_at']}")
+            asked = escape(f"  {manifest['prompt']['instruction']!r}") if "prompt" in manifest else ""
+            console.print(f"  {mark} {version}  {built}  {source}  {manifest['built_at']}{asked}")
         if not versions:
             console.print(f"  not built: python -m build_engines build {name}")
     return 0

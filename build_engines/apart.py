@@ -67,5 +67,10 @@ def child() -> None:
         result = function(*args, **kwargs)
     except Exception as raised:  # it is raised again by the parent
         error = raised
+    try:
+        answer = pickle.dumps((result, error))
+        pickle.loads(answer)  # noqa: S301 - what some libraries raise cannot be made again
+    except Exception:
+        answer = pickle.dumps((None, ExportError(f"{type(error).__name__}: {error}")))
     with answers:
-        pickle.dump((result, error), answers)
+        answers.write(answer)

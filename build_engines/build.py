@@ -12,11 +12,19 @@ from rich.console import Console
 from build_engines.apart import run_apart_if_large
 from build_engines.errors import TableError
 from build_engines.fetch import Checkpoint, fetch
-from build_engines.hashing import sha256_file
 from build_engines.install import Installed, install
 from build_engines.pairs import read_pairs
 from build_engines.progress import bars
-from build_engines.request import BuildRequest, Exported, code, described, manifest, row, within_budget
+from build_engines.request import (
+    BuildRequest,
+    Exported,
+    code,
+    described,
+    manifest,
+    pairs_hash,
+    row,
+    within_budget,
+)
 from build_engines.steps import StepResult, Steps
 from build_engines.table import Reranker
 
@@ -47,12 +55,12 @@ def build(request: BuildRequest, console: Console) -> Installed | Path:
     source = {"checkpoint": dict(checkpoint.files), "row": shape}
     pairing = steps.run(
         "pairing",
-        source | code("pairing", "prompts", "prompt_layout", "pair_encoding", "text_ids"),
+        source | code("pairing", "table", "prompts", "prompt_layout", "pair_encoding", "text_ids"),
         functools.partial(_pairing, checkpoint, reranker),
     )
     fp32 = steps.run(
         "export",
-        source | code("export", "families", "decoders", "prompts", "prompt_layout"),
+        source | code("export", "table", "families", "decoders", "prompts", "prompt_layout"),
         functools.partial(_export, checkpoint, reranker),
     )
     if request.target == "onnx":
@@ -119,7 +127,7 @@ def _verify(common: Exported, int8: StepResult | None) -> StepResult:
         "pairing": dict(pairing.files),
         "fp32": dict(common.fp32.files),
         "int8": dict(int8.files) if int8 else None,
-        "pairs": sha256_file(common.request.pairs),
+        "pairs": pairs_hash(candidates),
         "row": row(reranker, "precision", "gates", "ndcg_above_chance"),
     } | code("verify", "quality", "pair_encoding", "text_ids", "graph_scoring")
     return steps.run("verify", inputs, make)

@@ -21,7 +21,7 @@ from build_engines.install import Installed
 from build_engines.pairs import SAMPLE, Candidates, read_pairs
 from build_engines.progress import bars
 from build_engines.quantize import attention_products, linear_layers
-from build_engines.request import BuildRequest, Exported, code, manifest, row, within_budget
+from build_engines.request import BuildRequest, Exported, code, manifest, pairs_hash, row, within_budget
 from build_engines.serving_code import graph_scoring, pair_encoding
 from build_engines.steps import StepResult
 from build_engines.switched import write_switched
@@ -116,7 +116,7 @@ class GpuBuild:
             pairing=dict(self.common.pairing.files),
             quantized=dict(quantized.files),
             verified=row(reranker, *fields),
-            pairs=sha256_value([[c.query, list(c.documents), c.relevance] for c in self.evaluation]),
+            pairs=pairs_hash(self.evaluation),
         )
         return self.common.steps.run("verify-gpu", inputs, make)
 

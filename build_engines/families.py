@@ -19,15 +19,13 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.utils import logging as transformers_logging
 
-from build_engines.decoders import DecoderGraph, check_decoder, decoder_scores
+from build_engines.decoders import MASKED, DecoderGraph, check_decoder, decoder_scores
 from build_engines.errors import CheckpointError
 from build_engines.fetch import Checkpoint
 from build_engines.table import Head, Reranker
 
 # sentence-transformers' scale for cosine scores (MultipleNegativesRankingLoss, scale=20), used in training.
 COSINE_SCALE = 20.0
-# Finite in FP16, and exp(-10000) is exactly 0 in FP32 next to any real attention score.
-MASKED = -10000.0
 
 
 class SequenceClassificationGraph(nn.Module):

@@ -98,9 +98,16 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
+        if (folder / "adapter_config.json").exists():
+            raise CheckpointError(
+                f"{folder} holds an adapter and not a whole checkpoint; merge it first: "
+                "AutoPeftModelForCausalLM.from_pretrained(DIR).merge_and_unload().save_pretrained(OUT)."
+            ) from error
         raise CheckpointError(f"{folder} is not a checkpoint: {error}. It needs config.json.") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{folder / 'config.json'} does not hold an object. Fetch the checkpoint again.")
+    if "quantization_config" in config:
+        raise CheckpointError(f"{folder} is quantised already; give the checkpoint that it was made from.")
     family = config.get("model_type")
     if family not in ENCODERS + DECODERS:
         raise CheckpointError(

@@ -114,8 +114,9 @@ def _read_handover(request: BuildRequest, steps: Steps) -> tuple[dict[str, Any],
 
 
 def _shape(request: BuildRequest) -> dict[str, Any]:
-    fields = row(request.reranker, "max_length", "buckets", "max_batch_size")
-    return fields | {"buckets": list(fields["buckets"])}  # as JSON has it
+    fields = row(request.reranker, "max_length", "buckets", "max_batch_size", "prompt")
+    found: dict[str, Any] = json.loads(json.dumps(fields))  # as the file has it
+    return found
 
 
 def _lacks(gpu: Gpu | None) -> str:

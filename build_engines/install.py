@@ -60,7 +60,8 @@ def install(
     for version in versions:
         installed = read_manifest(repository, reranker, version)
         if _same(installed, manifest) and _same_code(repository, reranker, version):
-            if installed.get("report") != manifest.get("report"):  # verified anew, on other pairs
+            told = ("report", "prompt", "verdict")  # verified anew, on other pairs, or asked otherwise in equal ids
+            if any(installed.get(key) != manifest.get(key) for key in told):
                 for model in (reranker.tokenizer, reranker.scorer):
                     _write_manifest(repository / model / str(version), manifest)
             return Installed(version, version == live, new=False)

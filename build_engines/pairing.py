@@ -19,6 +19,7 @@ from build_engines.fetch import Checkpoint
 from build_engines.hashing import sha256_file
 from build_engines.prompt_layout import (
     GOOD_PAIR,
+    bos_id,
     ids_of,
     load_tokenizer,
     pad_id,
@@ -61,7 +62,10 @@ def write_pairing(checkpoint: Checkpoint, reranker: Reranker, out: Path) -> dict
     else:
         control = _prompt_control_ids(source, padding)
         _check_end(reranker, layout, padding)
-    (out / "tokenizer.json").write_text(json.dumps(without_control_tokens(source, control), ensure_ascii=False))
+        _check_start(checkpoint, reference, reranker, layout)
+    (out / "tokenizer.json").write_text(
+        json.dumps(without_control_tokens(source, control), ensure_ascii=False), encoding="utf-8"
+    )
     served = Tokenizer.from_file(str(out / "tokenizer.json"))
     _check_control_tokens(source, served, control)
     if served.get_vocab_size() > int(checkpoint.config["vocab_size"]):
@@ -154,15 +158,28 @@ def _prompt_control_ids(source: dict[str, Any], padding: int) -> set[int]:
     vocabulary = source["model"]["vocab"]
     pieces = set(vocabulary) if isinstance(vocabulary, dict) else {piece for piece, _ in vocabulary}
     control = {t["id"] for t in source["added_tokens"] if t["special"] or t["content"] not in pieces}
-    return control | {padding}
+    return control | ({padding} & {t["id"] for t in source["added_tokens"]})
 
 
 def _check_end(reranker: Reranker, layout: dict[str, Any], padding: int) -> None:
     # Transformers finds the end of a row by looking for padding, and would have trained the head on the token before.
-    if reranker.head == "sequence_classification" and layout["suffix_ids"][-1] == padding:
+    if reranker.head == "sequence_classification" and layout["suffix_ids"][-1:] == (padding,):
         raise CheckpointError(
             f"{reranker.name}: its prompt ends in the padding token {padding}, which Transformers does not count as "
             "the end of a pair. Leave it out of the suffix, or set another pad_token_id in config.json."
+        )
+
+
+def _check_start(checkpoint: Checkpoint, reference: Any, reranker: Reranker, layout: dict[str, Any]) -> None:
+    """Raise CheckpointError for a prompt with two BOS, or with none where the tokenizer would have put one."""
+    bos = bos_id(checkpoint, reference)
+    if bos is None:
+        return
+    found, first = layout["prefix_ids"].count(bos.id), layout["prefix_ids"][:1] == (bos.id,)
+    if found > 1 or (bos.added and not first):
+        raise CheckpointError(
+            f"{reranker.name}: its prompt has {found} {reference.id_to_token(bos.id)!r}; this tokenizer puts one "
+            "before a text, and so must the prefix of the prompt, once and at its very beginning."
         )
 
 

@@ -10,8 +10,9 @@ begin and end in each kind of character.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from build_engines.errors import CheckpointError
 from build_engines.fetch import Checkpoint
@@ -27,6 +28,12 @@ _EDGES = (
     "\u0301", "e\u0301", "é", "ﬁ", "中", "。", "の", "ら\u309a", "한", "ᄒ", "א", "ب", "ไ", "क\u094d", "👩\u200d👧",
     "❤\ufe0f", "\U0001f1e8", "\x01", "\x7f",
 )  # fmt: skip
+
+
+# What control tokens look like. `<Query>` and the like are text.
+_CONTROL = re.compile(
+    r"<[|｜][^<>\s]+[|｜]>|</?(?:s|bos|eos|pad|think|start_of_turn|end_of_turn)>|\[/?(?:INST|SEP|CLS)\]"
+)
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -51,7 +58,9 @@ def ids_of(tokenizer: Any, text: str) -> list[int]:
 
 def prompt_layout(tokenizer: Any, prompt: Prompt) -> dict[str, Any]:
     """Return the fields of Pairing that a prompt decides; raise CheckpointError where it cannot be cut as it says."""
+    _check_round_trip(tokenizer, prompt)
     _check_instruction(tokenizer, prompt)
+    _check_control_tokens(tokenizer, prompt)
     layout: dict[str, Any] = {
         f"{segment}_ids": tuple(i for text in prompt.pieces(segment) for i in ids_of(tokenizer, text))
         for segment in ("prefix", "middle", "suffix")
@@ -114,14 +123,37 @@ def _verdict_id(tokenizer: Any, prompt: Prompt, verdict: str) -> int:
     return ids[0]
 
 
+class Bos(NamedTuple):
+    """The beginning-of-text token, and whether the tokenizer puts it before a text by itself."""
+
+    id: int
+    added: bool
+
+
+def bos_id(checkpoint: Checkpoint, tokenizer: Any) -> Bos | None:
+    """Return the beginning-of-text token that tokenizer_config.json names, or the one that the tokenizer adds."""
+    settings = _settings(checkpoint)
+    named = settings.get("bos_token")
+    content = named.get("content") if isinstance(named, dict) else named
+    known = tokenizer.token_to_id(content) if content else None
+    around = tokenizer.encode("a").ids
+    if around[:1] != ids_of(tokenizer, "a")[:1]:
+        return Bos(around[0], True)
+    return None if known is None else Bos(known, settings.get("add_bos_token") is True)
+
+
+def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
+    path = checkpoint.folder / "tokenizer_config.json"
+    settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return settings
+
+
 def pad_id(checkpoint: Checkpoint) -> int:
     """Return the id that fills rows; raise CheckpointError where a checkpoint names none, not even an end of text.
 
     Any control token will do, the end of text too: graphs see the mask, never the ids behind it.
     """
-    settings = checkpoint.folder / "tokenizer_config.json"
-    tokens = json.loads(settings.read_text(encoding="utf-8")) if settings.exists() else {}
-    named = tokens.get("pad_token")
+    named = _settings(checkpoint).get("pad_token")
     content = named.get("content") if isinstance(named, dict) else named
     added = json.loads((checkpoint.folder / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
     of_content = {token["content"]: token["id"] for token in added}
@@ -135,6 +167,29 @@ def pad_id(checkpoint: Checkpoint) -> int:
         if isinstance(candidate, int) and 0 <= candidate < int(checkpoint.config["vocab_size"]):
             return candidate
     raise CheckpointError(f"{checkpoint.folder / 'config.json'} names neither pad_token_id nor eos_token_id; add one.")
+
+
+def _check_round_trip(tokenizer: Any, prompt: Prompt) -> None:
+    """Decoders' tokenizers lose nothing; one that does was saved under another class (Transformers issue 45488)."""
+    for text in ("How are you doing?", "   leading spaces", "a\n\n  b", "日本 👩\u200d👧"):
+        read = tokenizer.decode(ids_of(tokenizer, text), skip_special_tokens=False)
+        if read != text:
+            raise CheckpointError(
+                f"tokenizer.json turns {text!r} into {read!r}, which cannot be what the checkpoint for the prompt "
+                f"{prompt.name} was trained on. Some versions of Transformers save such files; take the original one."
+            )
+
+
+def _check_control_tokens(tokenizer: Any, prompt: Prompt) -> None:
+    """Raise CheckpointError where what looks like a control token is none of this tokenizer, but several of text."""
+    added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    for text in (*prompt.prefix, *prompt.middle, *prompt.suffix, prompt.query, prompt.document):
+        unknown = [token for token in _CONTROL.findall(text) if token not in added]
+        if unknown:
+            raise CheckpointError(
+                f"The prompt {prompt.name} holds {unknown[0]!r}, which is not a token of this checkpoint but would be "
+                "read as text. It is another model's prompt; name the one that the checkpoint was trained with."
+            )
 
 
 def _check_instruction(tokenizer: Any, prompt: Prompt) -> None:

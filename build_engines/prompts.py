@@ -39,8 +39,8 @@ class Prompt:
             kind = bool if f.name == "apart" else str
             if not all(isinstance(part, kind) for part in parts):
                 raise TableError(f"{place} is {value!r}; give {'true or false' if kind is bool else 'text'}.")
-            if isinstance(value, tuple) and not (value and all(value)):
-                raise TableError(f"{place} is {value!r}; it needs at least one text, and none may be empty.")
+            if isinstance(value, tuple) and not all(value):
+                raise TableError(f"{place} is {value!r}; none of its texts may be empty. For no text at all: [].")
         if self.no and (not self.yes or self.yes == self.no):
             raise TableError(
                 f"prompts.{self.name}: yes and no must be two different texts; they are {self.yes!r} and {self.no!r}."

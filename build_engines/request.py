@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from rich.console import Console
 
 from build_engines.errors import PairsError
 from build_engines.fetch import Checkpoint
+from build_engines.hashing import sha256_value
 from build_engines.pairs import SAMPLE, Candidates
 from build_engines.places import SCORER_CODE, TOKENIZER_CODE
 from build_engines.steps import StepResult, Steps, code_hash, tool_versions
@@ -79,11 +80,17 @@ def within_budget(reranker: Reranker, candidates: list[Candidates], console: Con
         if total > budget:
             if index == 0:
                 raise PairsError(
-                    f"The first query has {total} documents; at most {budget} pairs are scored (verify_pairs)."
+                    f"The first query has {total} documents; at most {budget} pairs are scored. "
+                    "Raise verify_pairs in rerankers.toml, or list fewer documents."
                 )
             console.print(f"          verify uses the first {index} of {len(candidates)} queries ({budget} pairs)")
             return candidates[:index]
     return candidates
+
+
+def pairs_hash(candidates: Iterable[Candidates]) -> str:
+    """Return what a step that is judged by these pairs depends on."""
+    return sha256_value([[c.query, list(c.documents), c.relevance] for c in candidates])
 
 
 def code(*modules: str) -> dict[str, str]:

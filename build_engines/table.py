@@ -145,6 +145,11 @@ class Reranker:
             )
         if self.head == "yes_no" and (self.prompt is None or not self.prompt.yes):
             raise TableError(f"{self.name}: a yes_no head needs a prompt that names its yes; see [prompts].")
+        if self.head == "yes_no" and self.prompt is not None and not self.prompt.suffix:
+            raise TableError(
+                f"{self.name}: the prompt {self.prompt.name} ends in the document, so a yes_no head would read its "
+                "verdict where the document was cut. Give it a suffix."
+            )
         if self.prompt is not None and (self.head == "bi_encoder" or self.segment_ids):
             raise TableError(f"{self.name}: a prompt is for decoders, which take no segment_ids and are no bi_encoder.")
 
@@ -193,7 +198,10 @@ def find_reranker(name: str, path: Path = DEFAULT_TABLE) -> Reranker:
     """Return the row of one reranker; raise TableError listing the names there are."""
     table = read_table(path)
     if name not in table:
-        raise TableError(f"No reranker {name!r} in {path}; it has: {', '.join(table)}. Add a row or use one of these.")
+        raise TableError(
+            f"No reranker {name!r} in {path}; it has: {', '.join(table)}. Use one of these, add a row, or name another "
+            "table with --table."
+        )
     return table[name]
 
 

@@ -174,9 +174,9 @@ def _search(judge: Judge, order: Sequence[str], candidates: list[Candidate]) -> 
 
 
 def _base_refused(name: str, base: Candidate) -> str:
-    advice = 'use a checkpoint trained in it, or set precision = "fp32"'
+    advice = "widen base_gates if the checkpoint was trained in it, or build for the cpu target, which has FP32"
     if base.name == "fp16":
-        advice = 'set base_precision = "bf16", which cannot overflow, or precision = "fp32"'
+        advice = 'set base_precision = "bf16", which cannot overflow, or build for the cpu target, which has FP32'
     what = f"{base.name.upper()} is outside its gates: {'; '.join(base.failed)}"
     if base.figures.get("not_finite"):
         what = f"{base.name.upper()} overflows: {base.figures['not_finite']} scores are not finite"

@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
-from build_engines.errors import CheckpointError
+from build_engines.errors import CheckpointError, TableError
 from build_engines.fetch import Checkpoint
 from build_engines.pairing import write_pairing
 from build_engines.prompt_layout import pad_id, prompt_layout
 from build_engines.prompts import Prompt
-from tests.decoder_checkpoints import prompt_of
+from build_engines.serving_code import pair_encoding
+from tests.decoder_checkpoints import prompt_of, tokenizer_json
 from tests.unit.tiny_models import TinyModels
 
 ASSISTANT = "<｜Assistant｜><think>\n\n</think>\n\n"
@@ -88,10 +90,51 @@ def test_quotation_marks_around_texts_belong_to_them(tiny: TinyModels) -> None:
     assert "reads differently in parts" in layout_refusal(tiny, "qwen2", inside)
 
 
-@pytest.mark.parametrize(("family", "other"), [("qwen2", "qwen3"), ("qwen3", "qwen2"), ("llama", "qwen3")])
-def test_a_prompt_of_another_model_is_refused(tiny: TinyModels, family: str, other: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "other", "token"),
+    [
+        ("qwen2", "qwen3", "<|im_start|>"),
+        ("qwen3", "qwen2", "<｜begin▁of▁sentence｜>"),
+        ("llama", "qwen3", "<|im_start|>"),
+        ("llama", "gemma", "<bos>"),
+    ],
+)
+def test_a_prompt_of_another_model_is_refused(tiny: TinyModels, family: str, other: str, token: str) -> None:
     message = layout_refusal(tiny, family, prompt_of(other))
-    assert f"The prompt {prompt_of(other).name} reads differently in parts" in message
+    assert f"The prompt {prompt_of(other).name} holds {token!r}, which is not a token of this checkpoint" in message
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+@pytest.mark.parametrize("times", [0, 2])
+def test_the_beginning_of_text_stands_once_at_the_beginning(
+    tiny: TinyModels, tmp_path: Path, family: str, times: int
+) -> None:
+    (prefix,) = prompt_of(family).prefix
+    bos = "<｜begin▁of▁sentence｜>"
+    prompt = changed(family, prefix=(prefix.replace(bos, bos * times),))
+    message = refusal(tiny, tmp_path, family, prompt=prompt)
+    assert f"its prompt has {times} {bos!r}; this tokenizer puts one before a text" in message
+
+
+def test_a_tokenizer_that_loses_spaces_is_refused(tiny: TinyModels) -> None:
+    # What some versions of Transformers make of DeepSeek's: Llama's pre-tokenizer over a byte-level vocabulary.
+    text = json.loads(tokenizer_json("qwen2"))
+    text["pre_tokenizer"] = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": False}
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json turns 'How are you doing\?' into 'Howareyoudoing\?'"):
+        prompt_layout(Tokenizer.from_str(json.dumps(text)), prompt_of("qwen2"))
+
+
+def test_a_classifier_may_read_its_score_off_the_document(tiny: TinyModels, tmp_path: Path) -> None:
+    prompt = changed("qwen2", middle=(), document="<Document>: {document}", suffix=())
+    row = dataclasses.replace(tiny.model("qwen2_classifier").reranker, prompt=prompt)
+    write_pairing(tiny.model("qwen2_classifier").checkpoint, row, tmp_path)
+    encoder = pair_encoding.PairEncoder.load(tmp_path, cache_bytes=0, max_text_bytes=1000)
+    ids = encoder.encode([b"what is a panda?"], [b"a bear"])
+    last = int(ids.attention_mask.sum()) - 1
+    whole = tiny.model("qwen2").tokenizer.encode(prompt.whole("what is a panda?", "a bear"), add_special_tokens=False)
+    assert ids.input_ids[0, : last + 1].tolist() == whole.ids
+    with pytest.raises(TableError, match="ends in the document, so a yes_no head would read its verdict where"):
+        dataclasses.replace(tiny.model("qwen2").reranker, prompt=prompt)
 
 
 def test_the_gemma_prompt_is_not_one_text_for_its_tokenizer(tiny: TinyModels) -> None:

@@ -117,8 +117,8 @@ def test_a_layer_without_a_finite_score_goes_back_first(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("base", "advice"),
     [
-        ("fp16", 'set base_precision = "bf16", which cannot overflow, or precision = "fp32"'),
-        ("bf16", 'use a checkpoint trained in it, or set precision = "fp32"'),
+        ("fp16", 'set base_precision = "bf16", which cannot overflow, or build for the cpu target, which has FP32'),
+        ("bf16", "widen base_gates if the checkpoint was trained in it, or build for the cpu target, which has FP32"),
     ],
 )
 def test_a_base_outside_its_gates_is_refused(bench: Bench, base: str, advice: str) -> None:
