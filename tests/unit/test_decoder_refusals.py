@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -136,3 +137,17 @@ def test_a_head_that_is_the_embeddings_matrix_needs_no_weights_of_its_own(tiny: 
 def test_a_prompt_of_no_verdicts_is_no_matter_of_the_checkpoint(tiny: TinyModels) -> None:
     silent = dataclasses.replace(prompt_of("qwen2_classifier"), yes="", no="")
     check(tiny, "qwen2_classifier", {}, prompt=silent)
+
+
+def test_what_is_quantised_already_or_only_an_adapter_is_refused(tiny: TinyModels, tmp_path: Path) -> None:
+    model = tiny.model("qwen2")
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(model.checkpoint.folder, folder)
+    reranker = dataclasses.replace(model.reranker, checkpoint=str(folder))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {}}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="is quantised already; give the checkpoint that it was made from"):
+        fetch(reranker)
+    (folder / "config.json").rename(folder / "adapter_config.json")
+    with pytest.raises(CheckpointError, match="holds an adapter and not a whole checkpoint; merge it first"):
+        fetch(reranker)
