@@ -30,10 +30,8 @@ _EDGES = (
 )  # fmt: skip
 
 
-# What control tokens look like. `<Query>` and the like are text.
-_CONTROL = re.compile(
-    r"<[|｜][^<>\s]+[|｜]>|</?(?:s|bos|eos|pad|think|start_of_turn|end_of_turn)>|\[/?(?:INST|SEP|CLS)\]"
-)
+# What control tokens look like. `<Query>` and the like are text, and so is Llama 2's `[INST]`.
+_CONTROL = re.compile(r"<[|｜][^<>\s]+[|｜]>|</?(?:s|bos|eos|pad|think|start_of_turn|end_of_turn)>|\[(?:SEP|CLS)\]")
 
 
 def load_tokenizer(folder: Path) -> Any:

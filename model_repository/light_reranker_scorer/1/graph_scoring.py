@@ -168,7 +168,7 @@ class GraphScorer:
         if not abs(score - test["score"]) <= test["allowed"]:
             raise SelfTestError(
                 f"the self-test pair scores {score:.4f} here and scored {test['score']:.4f} when it was built; allowed "
-                f"is a difference of {test['allowed']:.2g}. The graph or its runtime is damaged, or another; build it."
+                f"is a difference of {test['allowed']:.2g}. The graph or its runtime is damaged, or another. Rebuild."
             )
 
     def run(self, session: ort.InferenceSession, feed: dict[str, Ids]) -> NDArray[np.float32]:
