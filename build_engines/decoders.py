@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from build_engines.errors import CheckpointError
 from build_engines.fetch import Checkpoint
-from build_engines.prompt_layout import GOOD_PAIR, joined, load_tokenizer, prompt_layout, verdict_ids
+from build_engines.prompt_layout import good_pair_ids, load_tokenizer, verdict_ids
 from build_engines.prompts import Prompt
 from build_engines.table import Reranker
 
@@ -82,8 +82,8 @@ def check_verdict(model: Any, reranker: Reranker, checkpoint: Checkpoint) -> dic
     if prompt is None or reranker.head != "yes_no":
         return {}
     tokenizer = load_tokenizer(checkpoint.folder)
-    yes, no = verdict_ids(tokenizer, prompt)
-    ids = torch.tensor([joined(tokenizer, prompt, prompt_layout(tokenizer, prompt), *GOOD_PAIR)])
+    yes, no = verdicts(reranker, checkpoint)
+    ids = torch.tensor([good_pair_ids(tokenizer, prompt)])
     with torch.no_grad():
         probabilities = _last_logits(model, ids).to(torch.float64).softmax(-1)
     mass = float(probabilities[yes] + (0 if no is None else probabilities[no]))
@@ -121,6 +121,13 @@ def _verdicts(folder: Path, _sha256: str, prompt: Prompt) -> tuple[int, int | No
     return verdict_ids(load_tokenizer(folder), prompt)
 
 
+def check_one_label(checkpoint: Checkpoint, reranker: Reranker) -> None:
+    """Raise CheckpointError where a classification head has more labels than the one that is a score."""
+    labels = len(checkpoint.config.get("id2label", {"0": "LABEL_0", "1": "LABEL_1"}))
+    if labels != 1:
+        raise CheckpointError(f"{reranker.name}: the head has {labels} labels; a reranker has 1.")
+
+
 def check_decoder(checkpoint: Checkpoint, reranker: Reranker) -> None:
     """Raise CheckpointError where a decoder's config is not what its row and this project's graph expect."""
     config, name = checkpoint.config, reranker.name
@@ -131,9 +138,8 @@ def check_decoder(checkpoint: Checkpoint, reranker: Reranker) -> None:
             f'{name}: the checkpoint is a {architecture}. Set head = "yes_no" for a ...ForCausalLM, '
             '"sequence_classification" for a ...ForSequenceClassification with one label.'
         )
-    labels = len(config.get("id2label", {"0": "LABEL_0", "1": "LABEL_1"}))
-    if reranker.head == "sequence_classification" and labels != 1:
-        raise CheckpointError(f"{name}: the head has {labels} labels; a reranker has 1.")
+    if reranker.head == "sequence_classification":
+        check_one_label(checkpoint, reranker)
     positions = int(config["max_position_embeddings"])
     if config.get("use_sliding_window"):
         positions = min(positions, int(config.get("sliding_window") or positions))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.utils import logging as transformers_logging
 
-from build_engines.decoders import MASKED, DecoderGraph, check_decoder, decoder_scores
+from build_engines.decoders import MASKED, DecoderGraph, check_decoder, check_one_label, decoder_scores
 from build_engines.errors import CheckpointError
 from build_engines.fetch import Checkpoint
 from build_engines.table import Head, Reranker
@@ -151,15 +151,13 @@ def _embed(model: nn.Module, arrays: dict[str, Tensor], segment: int) -> Tensor:
 def _check_family(checkpoint: Checkpoint, reranker: Reranker) -> None:
     config, name = checkpoint.config, reranker.name
     architectures = config.get("architectures") or ["nothing"]
-    labels = len(config.get("id2label", {"0": "LABEL_0", "1": "LABEL_1"}))
     if reranker.head == "sequence_classification":
         if not str(architectures[0]).endswith("ForSequenceClassification"):
             raise CheckpointError(
                 f"{name}: the checkpoint is a {architectures[0]}, which has no classification head. An embedding model "
                 'is not a reranker; use a ...ForSequenceClassification, or head = "bi_encoder".'
             )
-        if labels != 1:
-            raise CheckpointError(f"{name}: the head has {labels} labels; a reranker has 1.")
+        check_one_label(checkpoint, reranker)
     elif checkpoint.model_type != "bert" or not _mean_pooling(checkpoint):
         raise CheckpointError(f"{name}: a bi_encoder must be a BERT with mean pooling (1_Pooling/config.json).")
     segments = reranker.head == "bi_encoder" or checkpoint.model_type == "bert"

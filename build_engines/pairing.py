@@ -20,6 +20,7 @@ from build_engines.hashing import sha256_file
 from build_engines.prompt_layout import (
     GOOD_PAIR,
     bos_id,
+    control_ids,
     ids_of,
     load_tokenizer,
     pad_id,
@@ -60,7 +61,7 @@ def write_pairing(checkpoint: Checkpoint, reranker: Reranker, out: Path) -> dict
     if reranker.prompt is None:
         control = _control_ids(source, layout, padding)
     else:
-        control = _prompt_control_ids(source, padding)
+        control = control_ids(reference) | ({padding} & {t["id"] for t in source["added_tokens"]})
         _check_end(reranker, layout, padding)
         _check_start(checkpoint, reference, reranker, layout)
     (out / "tokenizer.json").write_text(
@@ -151,14 +152,6 @@ def _control_ids(source: dict[str, Any], layout: dict[str, Any], pad_id: int) ->
     unknown = {model.get("unk_id")} | {i for i, content in special.items() if content == model.get("unk_token")}
     placed = {*layout["prefix_ids"], *layout["middle_ids"], *layout["suffix_ids"], pad_id}
     return (set(special) | placed) - unknown
-
-
-def _prompt_control_ids(source: dict[str, Any], padding: int) -> set[int]:
-    """Return all added tokens but those that text too is made of: many a decoder's control tokens are not `special`."""
-    vocabulary = source["model"]["vocab"]
-    pieces = set(vocabulary) if isinstance(vocabulary, dict) else {piece for piece, _ in vocabulary}
-    control = {t["id"] for t in source["added_tokens"] if t["special"] or t["content"] not in pieces}
-    return control | ({padding} & {t["id"] for t in source["added_tokens"]})
 
 
 def _check_end(reranker: Reranker, layout: dict[str, Any], padding: int) -> None:

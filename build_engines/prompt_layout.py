@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,32 +60,42 @@ def prompt_layout(tokenizer: Any, prompt: Prompt) -> dict[str, Any]:
     _check_round_trip(tokenizer, prompt)
     _check_instruction(tokenizer, prompt)
     _check_control_tokens(tokenizer, prompt)
-    layout: dict[str, Any] = {
-        f"{segment}_ids": tuple(i for text in prompt.pieces(segment) for i in ids_of(tokenizer, text))
-        for segment in ("prefix", "middle", "suffix")
-    }
+    layout = _segments(tokenizer, prompt)
     for text, around in (("query", prompt.around_query), ("document", prompt.around_document)):
         head, tail = around
         layout |= {f"{text}_head": head, f"{text}_tail": tail, f"{text}_tail_ids": tuple(ids_of(tokenizer, tail))}
     if not prompt.apart:
         texts = [*_EDGES, *(edge + "a" for edge in _EDGES), *("a" + edge for edge in _EDGES)]
         for text in texts:
-            check_whole(tokenizer, prompt, layout, text, "a")
-            check_whole(tokenizer, prompt, layout, "a", text)
-        check_whole(tokenizer, prompt, layout, "a", "")
+            _check_whole(tokenizer, prompt, layout, text, "a")
+            _check_whole(tokenizer, prompt, layout, "a", text)
+        _check_whole(tokenizer, prompt, layout, "a", "")
     return layout
 
 
-def joined(tokenizer: Any, prompt: Prompt, layout: dict[str, Any], query: str, document: str) -> list[int]:
+def good_pair_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
+    """Return the ids in which a pair is asked about that any reranker should find relevant."""
+    return _joined(tokenizer, prompt, _segments(tokenizer, prompt), *GOOD_PAIR)
+
+
+def _segments(tokenizer: Any, prompt: Prompt) -> dict[str, Any]:
+    """Return the ids of the segments that are the same for every pair, by their names in Pairing."""
+    return {
+        f"{segment}_ids": tuple(i for text in prompt.pieces(segment) for i in ids_of(tokenizer, text))
+        for segment in ("prefix", "middle", "suffix")
+    }
+
+
+def _joined(tokenizer: Any, prompt: Prompt, layout: dict[str, Any], query: str, document: str) -> list[int]:
     """Return the ids of a pair joined from its parts, nothing cut."""
     texts = (query.join(prompt.around_query), document.join(prompt.around_document))
     query_ids, document_ids = (ids_of(tokenizer, text) for text in texts)
     return [*layout["prefix_ids"], *query_ids, *layout["middle_ids"], *document_ids, *layout["suffix_ids"]]
 
 
-def check_whole(tokenizer: Any, prompt: Prompt, layout: dict[str, Any], query: str, document: str) -> None:
+def _check_whole(tokenizer: Any, prompt: Prompt, layout: dict[str, Any], query: str, document: str) -> None:
     """Raise CheckpointError where the ids of the whole prompt are others than those of its parts."""
-    parts, whole = joined(tokenizer, prompt, layout, query, document), ids_of(tokenizer, prompt.whole(query, document))
+    parts, whole = _joined(tokenizer, prompt, layout, query, document), ids_of(tokenizer, prompt.whole(query, document))
     if parts == whole:
         return
     at = next((i for i, (a, b) in enumerate(zip(parts, whole, strict=False)) if a != b), min(len(parts), len(whole)))
@@ -131,8 +142,7 @@ class Bos(NamedTuple):
 def bos_id(checkpoint: Checkpoint, tokenizer: Any) -> Bos | None:
     """Return the beginning-of-text token that tokenizer_config.json names, or the one that the tokenizer adds."""
     settings = _settings(checkpoint)
-    named = settings.get("bos_token")
-    content = named.get("content") if isinstance(named, dict) else named
+    content = _content(settings.get("bos_token"))
     known = tokenizer.token_to_id(content) if content else None
     around = tokenizer.encode("a").ids
     if around[:1] != ids_of(tokenizer, "a")[:1]:
@@ -146,25 +156,38 @@ def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
     return settings
 
 
+def _content(token: Any) -> Any:
+    """Return the text of a token, which tokenizer_config.json may hold with its properties around it."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
 def pad_id(checkpoint: Checkpoint) -> int:
     """Return the id that fills rows; raise CheckpointError where a checkpoint names none, not even an end of text.
 
     Any control token will do, the end of text too: graphs see the mask, never the ids behind it.
     """
-    named = _settings(checkpoint).get("pad_token")
-    content = named.get("content") if isinstance(named, dict) else named
-    added = json.loads((checkpoint.folder / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
-    of_content = {token["content"]: token["id"] for token in added}
-    end = checkpoint.config.get("eos_token_id")
-    candidates = (
-        checkpoint.config.get("pad_token_id"),
-        of_content.get(content),
-        end[0] if isinstance(end, list) and end else end,
-    )
-    for candidate in candidates:
+    for candidate in _pad_candidates(checkpoint):
         if isinstance(candidate, int) and 0 <= candidate < int(checkpoint.config["vocab_size"]):
             return candidate
     raise CheckpointError(f"{checkpoint.folder / 'config.json'} names neither pad_token_id nor eos_token_id; add one.")
+
+
+def _pad_candidates(checkpoint: Checkpoint) -> Iterator[Any]:
+    yield checkpoint.config.get("pad_token_id")
+    content = _content(_settings(checkpoint).get("pad_token"))
+    added = json.loads((checkpoint.folder / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
+    yield {token["content"]: token["id"] for token in added}.get(content)
+    end = checkpoint.config.get("eos_token_id")
+    yield end[0] if isinstance(end, list) and end else end
+
+
+def control_ids(tokenizer: Any) -> set[int]:
+    """Return all added tokens but those that text too is made of (line breaks, with some).
+
+    Many a decoder's control tokens are not `special`.
+    """
+    model, added = tokenizer.model, tokenizer.get_added_tokens_decoder().items()
+    return {i for i, token in added if token.special or model.token_to_id(token.content) is None}
 
 
 def _check_round_trip(tokenizer: Any, prompt: Prompt) -> None:
@@ -191,10 +214,7 @@ def _check_control_tokens(tokenizer: Any, prompt: Prompt) -> None:
 
 
 def _check_instruction(tokenizer: Any, prompt: Prompt) -> None:
-    # Some tokenizers add line breaks too, but text is made of these.
-    model, added = tokenizer.model, tokenizer.get_added_tokens_decoder().items()
-    control = {i for i, token in added if token.special or model.token_to_id(token.content) is None}
-    found = sorted(control & set(ids_of(tokenizer, prompt.instruction)))
+    found = sorted(control_ids(tokenizer) & set(ids_of(tokenizer, prompt.instruction)))
     if found:
         raise CheckpointError(
             f"The instruction {prompt.instruction!r} holds the control token {tokenizer.id_to_token(found[0])!r}; "

@@ -125,10 +125,15 @@ class Graded(Protocol):
         """Return the mean nDCG@10; None where no grades are known."""
 
 
+def largest_shift(fp32: Scores, candidate: Scores) -> float:
+    """Return the largest difference between two scores of one pair."""
+    return max(float(np.abs(a - b).max()) for a, b in zip(fp32, candidate, strict=True))
+
+
 def compare(pairs_scored: Graded, fp32: Scores, candidate: Scores, gates: Gates) -> list[Gate]:
     """Hold a candidate's scores against the reference's."""
     pairs = list(zip(fp32, candidate, strict=True))
-    shift = max(float(np.abs(a - b).max()) for a, b in pairs)
+    shift = largest_shift(fp32, candidate)
     spread = float(np.concatenate(fp32).std())
     found = [
         Gate("largest score shift / spread", shift / spread if spread else np.inf, gates.max_score_shift, False),
@@ -165,8 +170,7 @@ def verify(
         chosen, reason = _choose(reranker, gates, speedup, facts["int8_neighbour_effect"], facts["queries"])
         if chosen == "int8":
             # A CPU with other INT8 instructions rounds otherwise, by no more than INT8 differs from FP32.
-            largest = max(float(np.abs(a - b).max()) for a, b in zip(fp32, int8, strict=True))
-            shipped, allowed = candidate, max(allowed, largest)
+            shipped, allowed = candidate, max(allowed, largest_shift(fp32, int8))
     facts |= {"precision": chosen, "reason": reason, "self_test": verifier.self_test(shipped, allowed)}
     (out / "report.json").write_text(json.dumps(facts, indent=2), encoding="utf-8")
     return facts

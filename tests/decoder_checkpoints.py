@@ -47,7 +47,7 @@ REAL_TOKENIZERS = {
     "llama": ("deepseek-r1-distill-llama-8b", 128_256),
     "qwen3": ("qwen-3", 151_936),
 }
-_MODELS: dict[str, tuple[Any, Any]] = {
+MODELS: dict[str, tuple[Any, Any]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen2_classifier": (Qwen2Config, Qwen2ForSequenceClassification),
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -79,7 +79,7 @@ def write_decoder(
     name, vocabulary = REAL_TOKENIZERS.get(family, ("", Tokenizer.from_str(text).get_vocab_size()))
     settings = json.loads(_packaged(name, "tokenizer_config.json")) if name else {"pad_token": "<pad>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    kind, model_class = _MODELS[family]
+    kind, model_class = MODELS[family]
     shape = {
         "vocab_size": vocabulary,
         "hidden_size": hidden,
@@ -100,12 +100,17 @@ def write_decoder(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = model_class(kind(**shape | config)).eval()
-        with torch.no_grad():
-            for name, values in model.named_parameters():
-                if "norm" in name or "bias" in name:  # all one and all zero otherwise, which hides mistakes
-                    values.add_(0.3 * torch.randn_like(values))
+        vary(model)
     model.save_pretrained(folder)
     return folder
+
+
+def vary(model: torch.nn.Module) -> None:
+    """Give norms and biases values of their own: they are all one and all zero otherwise, which hides mistakes."""
+    with torch.no_grad():
+        for name, values in model.named_parameters():
+            if "norm" in name or "bias" in name:
+                values.add_(0.3 * torch.randn_like(values))
 
 
 _ENDS = {

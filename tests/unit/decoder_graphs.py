@@ -18,27 +18,13 @@ import numpy as np
 import onnx
 import torch
 from numpy.typing import NDArray
-from transformers import (
-    GemmaConfig,
-    GemmaForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from build_engines import export
 from build_engines.decoders import DecoderGraph
 from build_engines.table import Reranker
+from tests.decoder_checkpoints import MODELS, vary
 
-KINDS: dict[str, tuple[Any, Any]] = {
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "gemma": (GemmaConfig, GemmaForCausalLM),
-}
+KINDS = ("qwen2", "qwen3", "llama", "gemma")
 LAYERS = 4
 VOCABULARY = 500
 YES, NO = 7, 9
@@ -103,16 +89,15 @@ class DecoderGraphs:
 
 
 def _model(kind: str) -> Any:
-    config, model_class = KINDS[kind]
+    config, model_class = MODELS[kind]
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = model_class(config(**_SHAPE, **({"rope_parameters": _YARN} if kind == "qwen2" else {}))).eval()
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "norm" in name or "bias" in name:  # all one and all zero otherwise
-                    parameter.add_(0.3 * torch.randn_like(parameter))
-                # As checkpoints are published, so that storing weights in BF16 loses nothing.
-                parameter.copy_(parameter.to(torch.bfloat16))
+        vary(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # As checkpoints are published, so that storing weights in BF16 loses nothing.
+            parameter.copy_(parameter.to(torch.bfloat16))
     return model
 
 

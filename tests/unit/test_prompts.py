@@ -11,6 +11,7 @@ import pytest
 from build_engines.errors import TableError
 from build_engines.prompts import Prompt
 from build_engines.table import DEFAULT_TABLE, Reranker, read_table
+from tests.unit.test_table import write
 
 PROMPT = """
 [prompts.mine]
@@ -31,12 +32,6 @@ head = "yes_no"
 prompt = "mine"
 segment_ids = false
 """
-
-
-def write(folder: Path, text: str) -> Path:
-    path = folder / "rerankers.toml"
-    path.write_text(text, encoding="utf-8")
-    return path
 
 
 def read(folder: Path, text: str) -> Reranker:
